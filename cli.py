@@ -1,0 +1,511 @@
+"""The command line: arguments, one library call, a table on stdout, a file.
+
+Results go to stdout, progress and warnings to stderr. Exit 0 done, 1 refused, 2 usage. Nothing here
+imports torch until a command needs it.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from treeopt import console
+from treeopt.console import emit, progress, warn
+from treeopt.errors import TableError, TraceError, TreeoptError
+
+if TYPE_CHECKING:
+    from treeopt.models.backbone import Backbone
+    from treeopt.models.heads import MedusaHeads
+    from treeopt.preset import Preset
+    from treeopt.trace import RankTrace
+
+DEFAULT_BACKBONE = "smollm2-135m"
+DEFAULT_TRACE = "calibration.safetensors"
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Group(click.Group):
+    """A group whose commands end in one message instead of a traceback."""
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run the command; print what a user can mend and exit with 1."""
+        try:
+            return super().invoke(context)
+        except TreeoptError as error:
+            fail(str(error))
+        except OSError as error:
+            fail(f"{error.filename or 'a file'}: {error.strerror or error}")
+        except MemoryError:
+            fail("out of memory; a smaller --batch-size needs less")
+
+
+def fail(message: str) -> None:
+    """Print ``message`` as an error and exit with 1."""
+    click.echo(f"error: {message}", err=True)
+    sys.exit(1)
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="treeopt")
+def main() -> None:
+    """Find, prove and measure the best candidate tree for Medusa-style heads."""
+
+
+def model_options(command: Command) -> Command:
+    """Add the options that choose a backbone, its heads, and where they run."""
+    for decorate in (
+        click.option("--dtype", help="bfloat16, float16 or float32.  [default: the fastest here]"),
+        click.option("--device", help="cpu, cuda, …  [default: cuda when present]"),
+        click.option("--heads", help="File, directory or name.  [default: the backbone's own]"),
+        click.option(
+            "--backbone", help=f"Hub id, directory or GGUF.  [default: {DEFAULT_BACKBONE}]"
+        ),
+    ):
+        command = decorate(command)
+    return command
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+data_option = click.option("--data", type=click.Path(path_type=Path), help="Prompt file.")
+new_tokens_option = click.option(
+    "--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True
+)
+
+
+@main.command()
+@data_option
+@model_options
+@click.option("--out", type=click.Path(path_type=Path), default=DEFAULT_TRACE, show_default=True)
+@click.option("--limit", type=click.IntRange(min=1), help="Use only the first prompts.")
+@click.option("--mode", type=click.Choice(["generate", "teacher-forced"]), default="generate")
+@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True)
+@new_tokens_option
+@json_option
+def calibrate(
+    data: Path | None,
+    out: Path,
+    limit: int | None,
+    mode: str,
+    batch_size: int,
+    max_new_tokens: int,
+    as_json: bool,
+    **models: str | None,
+) -> None:
+    """Measure how often each head's i-th guess is right, on the backbone's own answers."""
+    from calibration.collect import collect
+    from calibration.data import read_dataset, shipped_prompts
+
+    dataset = read_dataset(data or shipped_prompts(), limit)
+    backbone, heads = load_models(**models)
+    with progress("calibrating", len(dataset.prompts)) as advance:
+        trace = collect(
+            backbone,
+            heads,
+            dataset,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            teacher_forced=mode == "teacher-forced",
+            on_progress=advance,
+            on_warning=warn,
+        )
+    trace.save(out)
+    console.show_rates(trace, str(out), as_json)
+
+
+@main.command()
+@model_options
+@click.option("--batch", default="1", show_default=True, help="Batch sizes; only 1 so far.")
+@click.option("--context", default="256,1024", show_default=True, help="Prefix lengths.")
+@click.option("--sizes", help="Tree sizes, rising.  [default: 1 to 64]")
+@click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), default="cost.json", show_default=True)
+@json_option
+def profile(
+    batch: str,
+    context: str,
+    sizes: str | None,
+    rounds: int,
+    out: Path,
+    as_json: bool,
+    **models: str | None,
+) -> None:
+    """Measure what a verify step costs on this machine, by tree size and context."""
+    from calibration.profile import SIZES, num_steps
+    from calibration.profile import profile as measure
+
+    if numbers("--batch", batch) != [1]:
+        raise click.BadParameter("the decoder runs one sequence at a time; use --batch 1")
+    contexts = numbers("--context", context)
+    tree_sizes = numbers("--sizes", sizes) if sizes else list(SIZES)
+    backbone, heads = load_models(**models)
+    with progress("profiling", num_steps(tree_sizes, contexts, rounds)) as advance:
+        cost = measure(
+            backbone,
+            heads,
+            sizes=tree_sizes,
+            contexts=contexts,
+            rounds=rounds,
+            on_step=lambda: advance(1, 0),
+        )
+    cost.save(out)
+    rows = [
+        {"context": row.context, "tree_size": row.tree_size, "step_ms": row.step_ms,
+         "low_ms": row.low_ms, "high_ms": row.high_ms,
+         "overhead": round(row.step_ms / cost.plain_ms(row.batch, row.context), 3)}
+        for row in cost.times
+    ]  # fmt: skip
+    emit(as_json, {"out": str(out), **cost.machine, "times": rows}, rows, "Step times (0: plain)")
+
+
+@main.command()
+@click.option(
+    "--budget", default="64", show_default=True, help="Tree size, root included; or auto."
+)
+@click.option("--calibration", type=click.Path(path_type=Path), help="[default: the newest here]")
+@click.option("--accuracy", type=click.Path(path_type=Path), help="JSON table of head accuracies.")
+@click.option("--cost", type=click.Path(path_type=Path), help="Step costs, for --budget auto.")
+@click.option("--model", type=click.Choice(["joint", "independent"]), default="joint")
+@click.option("--max-depth", type=int, help="Use at most this many heads.")
+@click.option("--max-ranks", type=int, help="Use only the first guesses of each head.")
+@click.option("--name", help="[default: the output file's]")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Preset to write.")
+@json_option
+def build(
+    budget: str,
+    calibration: Path | None,
+    accuracy: Path | None,
+    cost: Path | None,
+    name: str | None,
+    out: Path,
+    as_json: bool,
+    **limits: Any,
+) -> None:
+    """Search the best tree for a budget of rows and write it as a preset."""
+    if accuracy and (calibration or cost):
+        raise click.UsageError("--accuracy stands alone; leave out --calibration and --cost")
+    if (budget == "auto") != (cost is not None):
+        raise click.UsageError("--budget auto and --cost go together")
+    preset = make_preset(budget, calibration, accuracy, cost, name or out.stem, limits)
+    if (wanted := budget) != "auto" and preset.tree_size < int(wanted):
+        warn(f"only {preset.tree_size} rows have a chance of being right; {wanted} were allowed")
+    preset.save(out)
+    console.show_build(preset, str(out), as_json)
+
+
+@main.command()
+@click.argument("preset_name", metavar="PRESET")
+@click.option("--calibration", type=click.Path(path_type=Path), help="[default: the newest here]")
+@json_option
+def replay(preset_name: str, calibration: Path | None, as_json: bool) -> None:
+    """Predict the acceptance length exactly on a calibration, without a model."""
+    from treeopt.preset import load_preset
+    from treeopt.replay import replay as walk
+
+    preset, (_, trace) = load_preset(preset_name), load_trace(calibration)
+    result = walk(trace, preset.tree)
+    interval = result.interval()
+    row = {
+        "tree_size": preset.tree_size,
+        "acceptance_length": round(interval.value, 4),
+        "low": round(interval.low, 4),
+        "high": round(interval.high, 4),
+        "documents": trace.num_documents,
+        "steps": int(result.steps.sum()),
+    }
+    emit(as_json, row, [row], f"Replay of {preset.name}")
+
+
+@main.command()
+@click.argument("preset_names", metavar="A B", nargs=2)
+@click.option("--calibration", type=click.Path(path_type=Path), help="[default: the newest here]")
+@json_option
+def compare(preset_names: tuple[str, str], calibration: Path | None, as_json: bool) -> None:
+    """Compare two presets on the same calibration: paired difference with interval."""
+    from treeopt.preset import load_preset
+    from treeopt.replay import difference
+    from treeopt.replay import replay as walk
+
+    _, trace = load_trace(calibration)
+    first, second = (walk(trace, load_preset(name).tree) for name in preset_names)
+    interval = difference(first, second)
+    row = {
+        "a": round(first.acceptance_length, 4),
+        "b": round(second.acceptance_length, 4),
+        "difference": round(interval.value, 4),
+        "low": round(interval.low, 4),
+        "high": round(interval.high, 4),
+        "documents": trace.num_documents,
+    }
+    emit(as_json, row, [row], f"{preset_names[1]} minus {preset_names[0]}")
+
+
+@main.command()
+@click.argument("preset_name", metavar="PRESET")
+@data_option
+@click.option("--limit", type=click.IntRange(min=1), default=16, show_default=True)
+@model_options
+@new_tokens_option
+@click.option("--write", is_flag=True, help="Append the result to the preset file.")
+@json_option
+def validate(
+    preset_name: str,
+    data: Path | None,
+    limit: int,
+    max_new_tokens: int,
+    write: bool,
+    as_json: bool,
+    **models: str | None,
+) -> None:
+    """Decode for real: tokens/s, acceptance length, overhead, speedup, equality."""
+    from calibration.validation import measured_section, run_validation
+    from treeopt.preset import load_preset
+
+    preset = load_preset(preset_name)
+    if write and not Path(preset_name).is_file():
+        raise click.UsageError("--write needs a preset file, not a shipped preset's name")
+    with progress("decoding", limit) as advance:
+        report, dataset = run_validation(
+            preset,
+            *load_models_of(preset, models),
+            data=data,
+            limit=limit,
+            max_new_tokens=max_new_tokens,
+            on_prompt=lambda: advance(1, 0),
+        )
+    if write:
+        preset.with_measured(measured_section(report, dataset)).save(preset_name)
+    console.show_report(preset, report, as_json)
+    if not report.equal:
+        fail("tree decoding differs from plain decoding; the output is not preserved")
+
+
+@main.command()
+@click.argument("preset_name", metavar="PRESET")
+@click.option("--out", type=click.Path(path_type=Path), help="Picture or report, by its suffix.")
+def show(preset_name: str, out: Path | None) -> None:
+    """Show a preset: as text, or as svg, png, pdf, dot or html by the suffix of --out."""
+    from treeopt.draw import as_text, write_picture
+    from treeopt.preset import load_preset
+
+    preset = load_preset(preset_name)
+    if out is None:
+        click.echo(console.describe(preset))
+        click.echo(as_text(preset.tree, preset.node_probs, width=console.stdout.width))
+    elif out.suffix == ".html":
+        write_html(preset, out)
+        click.echo(f"wrote {out}")
+    else:
+        renderer = write_picture(out, preset.tree, preset.node_probs, preset.name)
+        click.echo(f"wrote {out} (drawn by {renderer})")
+
+
+@main.command()
+@click.argument("prompt")
+@click.option("--preset", "preset_name", required=True, help="Preset file or shipped name.")
+@model_options
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True)
+def generate(prompt: str, preset_name: str, max_new_tokens: int, **models: str | None) -> None:
+    """Stream the answer to PROMPT, decoded with a preset's tree."""
+    from treeopt.decoder.stream import TextStream
+    from treeopt.preset import load_preset
+
+    backbone, heads = load_models_of(preset := load_preset(preset_name), models)
+    stream = TextStream(backbone, heads, preset.tree, prompt, max_new_tokens)
+    for piece in stream:
+        click.echo(piece, nl=False)
+    click.echo()
+    console.stderr.print(stream.summary(), style="dim")
+
+
+@main.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--to", "format_name", required=True, help="preset, json or medusa.")
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+def convert(source: Path, format_name: str, out: Path) -> None:
+    """Convert a tree between a preset and other projects' lists of paths."""
+    from treeopt.files import write_text
+    from treeopt.formats.trees import read_tree, write_tree
+
+    write_text(out, write_tree(read_tree(source), format_name))
+    click.echo(f"wrote {out}")
+
+
+@main.command()
+@click.option("--data", type=click.Path(path_type=Path), required=True, help="Prompt file.")
+@click.option("--out", type=click.Path(path_type=Path), default="answers.jsonl", show_default=True)
+@model_options
+@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--max-new-tokens", type=click.IntRange(min=2), default=256, show_default=True)
+def distill(
+    data: Path, out: Path, batch_size: int, max_new_tokens: int, **models: str | None
+) -> None:
+    """Write the backbone's own greedy answers, to train heads on; resumes where it was stopped."""
+    from calibration.data import read_dataset
+    from treeopt.models.backbone import load_backbone
+    from treeopt.training.distill import distill as answer
+
+    prompts = [prompt.messages for prompt in read_dataset(data).prompts]
+    models.pop("heads")
+    backbone = load_backbone(models.pop("backbone") or DEFAULT_BACKBONE, **models)
+    with progress("answering", len(prompts)) as advance:
+        answer(
+            backbone,
+            prompts,
+            out,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            on_answers=advance,
+        )
+    click.echo(f"wrote {out}")
+
+
+@main.command()
+@click.option("--data", "files", multiple=True, required=True, type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), default="heads.safetensors")
+@model_options
+@click.option("--num-heads", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--num-blocks", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--own-lm-head", is_flag=True, help="Give every head a projection of its own.")
+@click.option("--epochs", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--learning-rate", type=float, default=1e-3, show_default=True)
+@click.option("--batch-size", type=click.IntRange(min=1), default=1024, show_default=True)
+@click.option("--held-out", type=click.FloatRange(0, 0.5, min_open=True), default=0.03)
+@click.option("--seed", type=int, default=0, show_default=True)
+def train(files: tuple[Path, ...], out: Path, **options: Any) -> None:
+    """Train heads on a frozen backbone's answers (files of `treeopt distill`)."""
+    from treeopt.models.backbone import load_backbone
+    from treeopt.training.run import train_heads
+
+    options.pop("heads")
+    names = {name: options.pop(name) for name in ("device", "dtype")}
+    backbone = load_backbone(options.pop("backbone") or DEFAULT_BACKBONE, **names)
+    train_heads(backbone, files, out, **options, on_message=console.stderr.print)
+    click.echo(f"wrote {out}")
+
+
+@main.command()
+@model_options
+@click.option("--out", type=click.Path(path_type=Path), default="treeopt-demo", show_default=True)
+@json_option
+def demo(out: Path, as_json: bool, **models: str | None) -> None:
+    """Run the whole story on the default model: calibrate, profile, build, validate."""
+    from calibration.demo import run_demo
+
+    result = run_demo(*load_models(**models), out, progress, warn)
+    write_html(result.preset, out / "report.html", result.curve)
+    console.show_report(result.preset, result.report, as_json)
+    click.echo(f"preset, picture and report are in {out}/", err=True)
+
+
+# What the commands share.
+
+
+def load_models(
+    backbone: str | None = None,
+    heads: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> tuple[Backbone, MedusaHeads]:
+    """Return the backbone and its heads; the default backbone brings its own heads."""
+    from treeopt.models.backbone import load_backbone
+    from treeopt.models.heads import load_heads
+
+    name = backbone or DEFAULT_BACKBONE
+    with console.stderr.status(f"loading {name}"):
+        loaded = load_backbone(name, device, dtype)
+        return loaded, load_heads(heads or name, loaded)
+
+
+def load_models_of(preset: Preset, models: dict[str, str | None]) -> tuple[Backbone, MedusaHeads]:
+    """Return the models that a preset names, unless the options name others."""
+    for key, section in (("backbone", preset.backbone), ("heads", preset.heads)):
+        if section and not models.get(key):
+            models = {**models, key: section["id"]}
+    backbone, heads = load_models(**models)
+    for loaded, section in ((backbone, preset.backbone), (heads, preset.heads)):
+        if section and section["sha256"] != loaded.sha256:
+            warn(f"{preset.name} was built for other weights than {loaded.id} holds; rebuild it")
+    return backbone, heads
+
+
+def load_trace(path: Path | None) -> tuple[Path, RankTrace]:
+    """Return a trace and its file: ``path``, or the newest one in this directory."""
+    from treeopt.trace import RankTrace
+
+    if path is None:
+        here = sorted(Path().glob("calibration*.safetensors"), key=lambda p: p.stat().st_mtime)
+        if not here:
+            raise TraceError("no calibration*.safetensors here; run `treeopt calibrate` first")
+        path = here[-1]
+    return path, RankTrace.load(path)
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Return the whole numbers above 0 in ``1,4,16``."""
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = [0]
+    if min(values) < 1:
+        raise click.BadParameter(f"{text!r} is not a list such as 1,4,16", param_hint=option)
+    return values
+
+
+def make_preset(
+    budget: str,
+    calibration: Path | None,
+    accuracy: Path | None,
+    cost: Path | None,
+    name: str,
+    limits: dict[str, Any],
+) -> Preset:
+    """Return the preset that the options of ``build`` ask for."""
+    from treeopt import build as builder
+    from treeopt.acceptance import rates_from_table
+    from treeopt.cost import StepCost
+    from treeopt.files import read_json
+
+    request = builder.Request(parse_budget(budget), **limits)
+    command = shlex.join(["treeopt", *sys.argv[1:]])
+    if accuracy:
+        rates = rates_from_table(read_json(accuracy, TableError), str(accuracy))
+        return builder.preset_from_rates(rates, request, name=name, command=command)
+    path, trace = load_trace(calibration)
+    preset = builder.preset_from_trace(trace, path, request, name=name, command=command)
+    if cost:
+        return builder.with_best_sizes(preset, trace, StepCost.load(cost), request)
+    return preset
+
+
+def parse_budget(budget: str) -> int:
+    """Return the number of rows; ``auto`` starts from the longest ladder kept."""
+    from treeopt.build import LADDER_SIZE
+
+    if budget == "auto":
+        return LADDER_SIZE
+    try:
+        rows = int(budget)
+    except ValueError:
+        raise click.BadParameter(f"{budget!r} is neither a number nor auto") from None
+    if rows < 1:
+        raise TreeoptError(f"a budget of {rows} rows is too small; the root alone needs 1")
+    return rows
+
+
+def write_html(preset: Preset, out: Path, curve: Any = None) -> None:
+    """Write the report of a preset as one HTML page."""
+    from treeopt.draw import as_svg
+    from treeopt.files import write_text
+    from treeopt.html import html_report
+
+    write_text(out, html_report(preset, as_svg(preset.tree, preset.node_probs), curve))
+
+
+if __name__ == "__main__":
+    main()

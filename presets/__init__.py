@@ -1,0 +1,1 @@
+"""Presets that come with treeopt, and the small heads that one of them uses."""

@@ -1,0 +1,232 @@
+"""The HTML report: well-formed, escaped, complete."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from treeopt.html import html_report
+from treeopt.preset import Preset
+
+SVG = '<?xml version="1.0"?>\n<!DOCTYPE svg>\n<svg><text>picture of the tree</text></svg>\n'
+
+MEASURED = {
+    "tree_size": 4,
+    "acceptance_length": 2.381,
+    "num_accepted_mean": 1.381,
+    "overhead": 1.452,
+    "overhead_low": 1.401,
+    "overhead_high": 1.503,
+    "speedup_vs_plain": 1.643,
+    "speedup_vs_plain_low": 1.584,
+    "speedup_vs_plain_high": 1.712,
+    "speedup_vs_generate": 1.802,
+    "speedup_vs_generate_low": 1.741,
+    "speedup_vs_generate_high": 1.873,
+    "tokens_per_s": 41.27,
+    "plain_tokens_per_s": 25.12,
+    "generate_tokens_per_s": 22.93,
+    "equal": True,
+    "first_mismatch": None,
+    "near_ties": 0,
+    "documents": 40,
+    "tokens": 5120,
+    "device": "cpu <2 cores>",
+    "dtype": "float32",
+    "threads": 2,
+    "data": "benchmarks/prompts.jsonl",
+    "treeopt": "0.1.0",
+    "torch": "2.13.0",
+    "transformers": "5.24.0",
+    "created": "2026-11-30T20:00:00+00:00",
+}
+
+PRESET = Preset(
+    name="tiny <script>alert(1)</script>",
+    ladder=((0,), (0, 0), (1,), (0, 0, 0), (0, 1)),
+    tree_size=4,
+    backbone={"id": "smollm2-135m", "sha256": "a"},
+    heads={"id": "heads.safetensors", "sha256": "b", "num_heads": 3, "layout": "shared_lm_head"},
+    sizes=({"batch": 4, "context": 256, "tree_size": 2},),
+    calibration={
+        "sha256": "c",
+        "data": "calibration/prompts.jsonl",
+        "documents": 240,
+        "positions": 30720,
+        "num_ranks": 16,
+    },
+    predicted={
+        "acceptance_length": 2.412,
+        "low": 2.334,
+        "high": 2.493,
+        "method": "replay",
+        "held_out": True,
+    },
+    measured=(MEASURED,),
+    provenance={"treeopt": "0.1.0", "command": "treeopt build", "seed": 7, "created": "today"},
+)
+
+CURVE = [
+    {"tree_size": 1, "acceptance_length": 1.0, "step_ms": 40.0, "tokens_per_s": 25.0},
+    {"tree_size": 4, "acceptance_length": 2.2, "step_ms": 50.0, "tokens_per_s": 44.0},
+    {"tree_size": 6, "acceptance_length": 2.4, "step_ms": 80.0, "tokens_per_s": 30.0},
+]
+
+
+class Page(HTMLParser):
+    """Checks that elements nest, and collects the rows of the tables and all text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+    def cell(self, heading: str) -> str:
+        (row,) = (row for row in self.rows if row[0] == heading)
+        assert len(row) == 2
+        return row[1]
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    return Page(html_report(PRESET, SVG, CURVE))
+
+
+def test_is_one_file_without_scripts_or_references(page: Page) -> None:
+    for tag, attributes in page.tags:
+        assert tag not in ("script", "link", "img", "iframe", "object")
+        assert not {"src", "href", "xlink:href", "onload"} & set(attributes)
+    assert "url(" not in page.text
+    assert "@import" not in page.text
+
+
+def test_escapes_names_and_values(page: Page) -> None:
+    text = html_report(PRESET, SVG)
+    assert "<script>" not in text
+    assert "<title>tiny &lt;script&gt;alert(1)&lt;/script&gt;</title>" in text
+    assert page.cell("device") == "cpu <2 cores>"
+
+
+def test_holds_the_picture_without_its_prolog() -> None:
+    text = html_report(PRESET, SVG)
+    assert "<svg><text>picture of the tree</text></svg>" in text
+    assert "<?xml" not in text
+    assert text.count("<!DOCTYPE") == 1
+
+
+@pytest.mark.parametrize(
+    ("heading", "value"),
+    [
+        ("backbone", "smollm2-135m"),
+        ("heads", "heads.safetensors (3 heads, shared_lm_head)"),
+        ("depth", "2"),
+        ("decoding", "greedy"),
+        (
+            "predicted acceptance length",
+            "2.41 tokens a step (95 % interval 2.33–2.49), by replay on held-out documents",
+        ),
+        ("calibration", "240 documents, 30,720 positions of calibration/prompts.jsonl"),
+        ("tree_size by situation", "batch 4, context 256: 2"),
+        ("tokens/s, tree decoding", "41.3"),
+        ("tokens/s, plain decoding", "25.1"),
+        ("tokens/s, transformers generate", "22.9"),
+        ("speedup over plain decoding", "1.64 (1.58–1.71)"),
+        ("speedup over generate", "1.80 (1.74–1.87)"),
+        ("overhead of a verify step", "1.45 (1.40–1.50)"),
+        ("acceptance length, measured", "2.38"),
+        ("acceptance length, replayed", "2.41"),
+        ("same tokens as plain decoding", "yes"),
+        ("near ties", "0"),
+        ("dtype", "float32"),
+        ("threads", "2"),
+        ("documents", "40"),
+        ("tokens", "5,120"),
+    ],
+)
+def test_tables_hold_the_numbers(page: Page, heading: str, value: str) -> None:
+    assert page.cell(heading) == value
+
+
+def test_shows_every_measured_entry_and_where_tokens_differ() -> None:
+    other = {
+        **MEASURED,
+        "tree_size": 6,
+        "equal": False,
+        "first_mismatch": {"document": 3, "position": 71},
+        "near_ties": 2,
+    }
+    rows = {row[0]: row[1:] for row in Page(html_report(PRESET.with_measured(other), SVG)).rows}
+    assert rows[""] == ["run 1", "run 2"]
+    assert rows["same tokens as plain decoding"] == [
+        "yes",
+        "no; first mismatch: document 3, position 71",
+    ]
+    # The replayed value belongs to the preset's own tree_size.
+    assert rows["acceptance length, replayed"] == ["2.41", "–"]
+
+
+def test_a_preset_of_which_little_is_known() -> None:
+    bare = Preset("bare", ((0,),), 2, decoding={"epsilon": 0.09, "rule": "typical"})
+    page = Page(html_report(bare, SVG))
+    assert page.cell("backbone") == "–"
+    assert page.cell("predicted acceptance length") == "–"
+    assert page.cell("decoding") == "typical, epsilon 0.09"
+    assert "Not measured yet" in page.text
+    assert "Choice of tree size" not in page.text
+
+
+def test_says_when_a_prediction_is_in_sample() -> None:
+    predicted = {"acceptance_length": 2.0, "method": "joint", "held_out": False}
+    page = Page(html_report(replace(PRESET, predicted=predicted), SVG))
+    assert page.cell("predicted acceptance length") == (
+        "2.00 tokens a step, by joint on the calibration's own documents"
+    )
+    assert page.cell("acceptance length, predicted joint") == "2.00"
+
+
+def test_charts_mark_the_chosen_size(page: Page) -> None:
+    marks = [attributes for tag, attributes in page.tags if attributes.get("class") == "chosen"]
+    assert len(marks) == 2
+    assert "4: 2.20" in page.text
+    assert "4: 44.00" in page.text
+    assert "tree_size 6: 30.00, 80.0 ms a step" in page.text
+
+
+def test_points_lie_where_their_values_say() -> None:
+    length, speed = html_report(PRESET, SVG, CURVE).split('points="')[1:]
+    # Sizes 1, 4 and 6 from the plot's left edge, 44, to its right one, 428; values from the lower
+    # edge, 226, to the upper one, 36: lengths from 1 to 2.5, tokens/s from 0 to 50.
+    assert length.startswith('44.0,226.0 274.4,74.0 428.0,48.7"')
+    assert speed.startswith('44.0,131.0 274.4,58.8 428.0,112.0"')
+
+
+def test_a_curve_of_one_point_is_drawn() -> None:
+    page = Page(html_report(replace(PRESET, tree_size=1), SVG, CURVE[:1]))
+    assert "1: 1.00" in page.text

@@ -1,0 +1,218 @@
+"""From a trace or a table to a preset: grow the ladder, choose the size, predict by replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from treeopt.acceptance import MODELS, FloatArray, IndependentAcceptance
+from treeopt.cost import StepCost
+from treeopt.errors import CostError, TraceError
+from treeopt.files import sha256_of_file
+from treeopt.preset import Preset, Section
+from treeopt.provenance import library_versions, now
+from treeopt.replay import Interval, Replay, replay
+from treeopt.search import Ladder, grow
+from treeopt.trace import RankTrace
+from treeopt.tree import Tree
+
+FOLDS = 5
+LADDER_SIZE = 128  # a ladder is kept beyond the tree in use, for machines where more rows pay
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to build: rows of the verify call (root included), acceptance model and limits."""
+
+    tree_size: int
+    model: str = "joint"
+    max_depth: int | None = None
+    max_ranks: int | None = None
+
+
+@dataclass(frozen=True)
+class SizePoint:
+    """What a tree size promises in one situation: the curve behind a choice of size."""
+
+    tree_size: int
+    acceptance_length: float
+    step_ms: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Replayed tokens per step over measured time per step."""
+        return 1000 * self.acceptance_length / self.step_ms
+
+
+def held_out_replay(
+    trace: RankTrace, tree_of: Callable[[RankTrace], Tree], folds: int = FOLDS
+) -> Replay:
+    """Return the replay of every document with the tree that ``tree_of`` makes from the others.
+
+    Documents are dealt into ``folds`` in turn, so that an order by category is spread.
+
+    Raises:
+        TraceError: there are fewer documents than folds.
+    """
+    if trace.num_documents < folds:
+        raise TraceError(
+            f"{trace.num_documents} documents are too few to hold some out; {folds} are needed"
+        )
+    fold_of = np.arange(trace.num_documents) % folds
+    tokens = np.empty(trace.num_documents, dtype=np.int64)
+    steps = np.empty(trace.num_documents, dtype=np.int64)
+    accepted = []
+    for fold in range(folds):
+        inside = np.flatnonzero(fold_of == fold)
+        tree = tree_of(trace.documents(np.flatnonzero(fold_of != fold)))
+        result = replay(trace.documents(inside), tree)
+        tokens[inside], steps[inside] = result.tokens, result.steps
+        accepted.append(result.num_accepted)
+    return Replay(tokens, steps, np.concatenate(accepted))
+
+
+def predict(trace: RankTrace, request: Request) -> Interval:
+    """Return the acceptance length to expect, on unseen text, of the tree that is asked for."""
+
+    def tree_of(part: RankTrace) -> Tree:
+        ladder = _grow(part, request)
+        return ladder.tree(min(request.tree_size, ladder.max_tree_size))
+
+    return held_out_replay(trace, tree_of).interval()
+
+
+def size_curve(
+    trace: RankTrace, preset: Preset, cost: StepCost, batch: int, context: int
+) -> list[SizePoint]:
+    """Return acceptance length and step time at each measured size on the preset's ladder."""
+    points = []
+    for size in cost.sizes(batch, context):
+        if size <= len(preset.ladder) + 1:
+            walked = replay(trace, replace(preset, tree_size=size).tree)
+            step_ms = cost.step_ms(size, batch, context)
+            points.append(SizePoint(size, walked.acceptance_length, step_ms))
+    return points
+
+
+def best_size(curve: list[SizePoint], plain_ms: float) -> SizePoint:
+    """Return the point with the most tokens/s; of equals the smallest.
+
+    No speculation may win: then the point has tree_size 1 and the time of a plain step.
+    """
+    none = SizePoint(1, 1.0, plain_ms)
+    return max([none, *curve], key=lambda point: (point.tokens_per_s, -point.tree_size))
+
+
+def preset_from_trace(
+    trace: RankTrace, file: Path, request: Request, *, name: str, command: str
+) -> Preset:
+    """Return the preset that best-first search over ``trace``, read from ``file``, gives.
+
+    Its prediction is a replay of documents that the tree was not built from.
+    """
+    ladder = _grow(trace, request)
+    tree_size = min(request.tree_size, ladder.max_tree_size)
+    predicted = predict(trace, replace(request, tree_size=tree_size))
+    source = trace.provenance
+    return Preset(
+        name=name,
+        ladder=ladder.paths,
+        path_probs=_rounded(ladder.probs),
+        tree_size=tree_size,
+        decoding=source["decoding"],
+        backbone={"id": source["backbone"], "sha256": source["backbone_sha256"]},
+        heads={
+            "id": source["heads"],
+            "sha256": source["heads_sha256"],
+            "num_heads": trace.num_heads,
+            "layout": source["heads_layout"],
+        },
+        calibration={
+            "sha256": sha256_of_file(file),
+            "data": source["data"],
+            "documents": trace.num_documents,
+            "positions": trace.num_positions,
+            "num_ranks": trace.num_ranks,
+            "template_sha256": source["template_sha256"],
+        },
+        predicted=_prediction(predicted),
+        provenance=_provenance(command),
+    )
+
+
+def preset_from_rates(rates: FloatArray, request: Request, *, name: str, command: str) -> Preset:
+    """Return the preset that a table of rates [K, R] gives, heads taken as independent."""
+    ladder = grow(
+        IndependentAcceptance(rates),
+        max(request.tree_size, LADDER_SIZE),
+        request.max_depth,
+        request.max_ranks,
+    )
+    tree_size = min(request.tree_size, ladder.max_tree_size)
+    expected = ladder.expected_acceptance_lengths()[tree_size - 1]
+    return Preset(
+        name=name,
+        ladder=ladder.paths,
+        path_probs=_rounded(ladder.probs),
+        tree_size=tree_size,
+        predicted={
+            "acceptance_length": round(float(expected), 5),
+            "method": "independence",
+            "held_out": False,
+        },
+        provenance=_provenance(command),
+    )
+
+
+def with_best_sizes(preset: Preset, trace: RankTrace, cost: StepCost, request: Request) -> Preset:
+    """Return ``preset`` cut to the size that is fastest on the machine of ``cost``.
+
+    ``sizes`` gets the best size of every measured situation; ``tree_size`` is the first one's.
+
+    Raises:
+        CostError: the cost was measured with another backbone.
+    """
+    if cost.machine.get("backbone_sha256") != trace.provenance["backbone_sha256"]:
+        raise CostError(
+            f"the step costs were measured with backbone {cost.machine.get('backbone')}, "
+            f"the calibration with {trace.provenance['backbone']}"
+        )
+    sizes: list[Section] = []
+    for batch, context in cost.situations():
+        curve = size_curve(trace, preset, cost, batch, context)
+        best = best_size(curve, cost.plain_ms(batch, context))
+        sizes.append({"batch": batch, "context": context, "tree_size": best.tree_size})
+    chosen = sizes[0]["tree_size"]
+    predicted = predict(trace, replace(request, tree_size=chosen))
+    return replace(
+        preset,
+        tree_size=chosen,
+        sizes=tuple(sizes),
+        predicted=_prediction(predicted),
+    )
+
+
+def _prediction(interval: Interval) -> Section:
+    return {
+        "acceptance_length": round(interval.value, 4),
+        "low": round(interval.low, 4),
+        "high": round(interval.high, 4),
+        "method": "replay",
+        "held_out": True,
+    }
+
+
+def _grow(trace: RankTrace, request: Request) -> Ladder:
+    model = MODELS[request.model](trace)
+    return grow(model, max(request.tree_size, LADDER_SIZE), request.max_depth, request.max_ranks)
+
+
+def _rounded(probs: FloatArray) -> tuple[float, ...]:
+    return tuple(probs.round(6).tolist())
+
+
+def _provenance(command: str) -> Section:
+    return {**library_versions(), "command": command, "seed": 0, "created": now()}

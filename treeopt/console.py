@@ -1,0 +1,185 @@
+"""How results look on a terminal: tables on stdout, progress and warnings on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from treeopt.preset import Preset
+from treeopt.replay import Interval
+from treeopt.report import DecodeReport
+from treeopt.trace import RankTrace
+
+stdout = Console(highlight=False)
+stderr = Console(stderr=True, highlight=False)
+
+Advance = Callable[[int, int], None]
+Row = dict[str, Any]
+
+
+def warn(message: str) -> None:
+    """Print a warning."""
+    click.echo(f"warning: {message}", err=True)
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Advance]:
+    """Show a progress bar; yield a function that takes (new units, new tokens)."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+    )
+    start, seen = time.monotonic(), 0
+    with Progress(*columns, console=stderr, transient=True) as bar:
+        task = bar.add_task(what, total=total, speed="")
+
+        def advance(units: int, tokens: int) -> None:
+            nonlocal seen
+            seen += tokens
+            speed = f"{seen / (time.monotonic() - start):.0f} tokens/s" if seen else ""
+            bar.update(task, advance=units, speed=speed)
+
+        yield advance
+
+
+def emit(as_json: bool, value: Row, rows: Sequence[Row], title: str) -> None:
+    """Print ``value`` as one JSON object, or ``rows`` as a table with a title."""
+    if as_json:
+        click.echo(json.dumps(value))
+        return
+    table = Table(title=title, title_justify="left")
+    for key in rows[0]:
+        table.add_column(key.replace("_", " "), justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*(_shown(value) for value in row.values()))
+    stdout.print(table)
+
+
+def show_rates(trace: RankTrace, out: str, as_json: bool) -> None:
+    """Print how often each head's list held the right token."""
+    tops = [top for top in (1, 2, 3, 5, 10) if top <= trace.num_ranks]
+    hits, trials = trace.hits(), trace.trials()
+    rows = [
+        {
+            "head": head + 1,
+            "trials": int(trials[head]),
+            **{f"top_{top}": _share(hits[head, :top].sum(), trials[head]) for top in tops},
+        }
+        for head in range(trace.num_heads)
+    ]
+    value = {"out": out, "documents": trace.num_documents, "positions": trace.num_positions}
+    title = f"{trace.num_documents} answers, {trace.num_positions} tokens -> {out}"
+    emit(as_json, {**value, "heads": rows}, rows, title)
+
+
+def show_build(preset: Preset, out: str, as_json: bool) -> None:
+    """Print what a built preset promises."""
+    predicted = preset.predicted or {}
+    value = {
+        "tree_size": preset.tree_size,
+        "depth": preset.tree.depth,
+        "expected_acceptance_length": round(1 + sum((preset.node_probs or [1])[1:]), 4),
+        **{f"replayed_{key}": predicted[key] for key in ("low", "high") if key in predicted},
+        "out": out,
+    }
+    if predicted.get("method") == "replay":
+        value["replayed_acceptance_length"] = predicted["acceptance_length"]
+    if preset.sizes:
+        value["sizes"] = list(preset.sizes)
+    emit(as_json, value, [{k: v for k, v in value.items() if k != "sizes"}], preset.name)
+
+
+def show_report(preset: Preset, report: DecodeReport, as_json: bool) -> None:
+    """Print the three sides of a validation, and what the tree decode's numbers mean."""
+    value = report.as_dict()
+    if as_json:
+        click.echo(json.dumps(value))
+        return
+    speeds = [
+        {"": name, "tokens/s": value[f"{key}tokens_per_s"], "tree is faster by": ratio}
+        for name, key, ratio in (
+            ("transformers generate", "generate_", _ratio(report.speedup_vs_generate)),
+            ("plain decode", "plain_", _ratio(report.speedup_vs_plain)),
+            ("tree decode", "", ""),
+        )
+    ]
+    machine = report.machine
+    title = (
+        f"{preset.name}, {len(report.prompts)} prompts, {value['tokens']} tokens, batch 1, "
+        f"{machine['dtype']}, {machine['threads']} threads, {machine['device']}"
+    )
+    emit(False, {}, speeds, title)
+    predicted = preset.predicted or {}
+    for name, text in (
+        ("tree size", f"{report.tree_size} rows, {preset.tree.depth} deep"),
+        ("replayed acceptance length", _predicted(predicted)),
+        ("measured acceptance length", _interval(report.acceptance_length)),
+        ("overhead of a step", _interval(report.overhead)),
+        ("outside model calls", f"{report.outside_model_share:.1%} of a step"),
+        ("equal to plain decode", _equality(report)),
+    ):
+        stdout.print(f"{name:<28}{text}")
+
+
+def describe(preset: Preset) -> str:
+    """Return the head of a preset as text."""
+    lines = [f"{preset.name}: {preset.tree_size} rows, {preset.tree.depth} deep"]
+    if preset.imported:
+        lines.append(f"imported from {preset.imported['source']}")
+    if preset.predicted:
+        lines.append(f"predicted acceptance length {_predicted(preset.predicted)}")
+    for row in preset.measured:
+        lines.append(
+            f"measured {row['acceptance_length']} tokens/step, {row['speedup_vs_plain']}x plain, "
+            f"{row['speedup_vs_generate']}x generate ({row['dtype']}, {row['device']})"
+        )
+    return "\n".join(lines)
+
+
+def _predicted(predicted: Row) -> str:
+    if not predicted:
+        return "unknown"
+    text = f"{predicted['acceptance_length']:.3f}"
+    if "low" in predicted:
+        text += f" [{predicted['low']:.3f}, {predicted['high']:.3f}]"
+    held_out = "held-out documents" if predicted["held_out"] else "no held-out text"
+    return f"{text} ({predicted['method']}, {held_out})"
+
+
+def _equality(report: DecodeReport) -> str:
+    if not report.mismatches:
+        return f"yes, all {len(report.prompts)} answers token for token"
+    widest = max(mismatch.gap for mismatch in report.mismatches)
+    if report.equal:
+        return (
+            f"yes, but for {len(report.mismatches)} answers that leave at a near-tie "
+            f"(logits at most {widest:.3f} apart)"
+        )
+    return f"NO: {sum(not m.is_near_tie for m in report.mismatches)} answers differ"
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def _ratio(interval: Interval) -> str:
+    return f"{interval.value:.2f}x [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def _share(part: Any, whole: Any) -> float:
+    return round(float(part / whole), 4) if whole else 0.0
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

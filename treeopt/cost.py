@@ -1,0 +1,128 @@
+"""What a verify step costs on a machine: measured times by tree size, context and batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from treeopt.errors import CostError
+from treeopt.files import read_json, write_text
+
+SCHEMA = "treeopt.cost/1"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Median time of one step in one situation, with the quartiles of its repeats.
+
+    A ``tree_size`` of 0 is a plain decode step: one row, no heads.
+    """
+
+    batch: int
+    context: int
+    tree_size: int
+    step_ms: float
+    low_ms: float
+    high_ms: float
+    repeats: int
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Step times of one backbone with its heads on one machine.
+
+    times: plain decode and at least one tree size per (batch, context). The curve over tree_size
+        is a staircase and is kept as measured: a size between two measured ones costs what the
+        next larger one does.
+    machine: device, dtype, threads, backbone and library versions, as one flat mapping.
+    measured: False when a model of the machine made the times.
+    """
+
+    times: tuple[StepTime, ...]
+    machine: dict[str, Any]
+    measured: bool = True
+
+    def __post_init__(self) -> None:
+        for batch, context in self.situations():
+            rows = self._rows(batch, context)
+            if rows[0].tree_size != 0 or len(rows) < 2:
+                raise CostError(
+                    f"batch {batch}, context {context} needs a plain step and one tree size"
+                )
+        if any(row.step_ms <= 0 for row in self.times):
+            raise CostError("step times must be above 0 ms")
+
+    def situations(self) -> list[tuple[int, int]]:
+        """Return the measured (batch, context) pairs, rising."""
+        return sorted({(row.batch, row.context) for row in self.times})
+
+    def sizes(self, batch: int, context: int) -> list[int]:
+        """Return the measured tree sizes of a situation, rising."""
+        return [row.tree_size for row in self._rows(batch, context) if row.tree_size > 0]
+
+    def plain_ms(self, batch: int, context: int) -> float:
+        """Return the time of a plain decode step."""
+        return self._rows(batch, context)[0].step_ms
+
+    def step_ms(self, tree_size: int, batch: int, context: int) -> float:
+        """Return the time of a step with ``tree_size`` rows, root included.
+
+        Raises:
+            CostError: ``tree_size`` is beyond what was measured.
+        """
+        for row in self._rows(batch, context):
+            if row.tree_size >= max(tree_size, 1):
+                return row.step_ms
+        raise CostError(
+            f"no step of {tree_size} rows was measured at batch {batch}, context {context}; "
+            f"the largest is {self.sizes(batch, context)[-1]}"
+        )
+
+    def nearest(self, batch: int, context: int) -> tuple[int, int]:
+        """Return the measured situation of this ``batch`` whose context is closest."""
+        contexts = [c for b, c in self.situations() if b == batch]
+        if not contexts:
+            known = sorted({b for b, _ in self.situations()})
+            raise CostError(f"batch {batch} was not measured; measured: {known}")
+        return batch, min(contexts, key=lambda c: abs(c - context))
+
+    def save(self, path: str | Path) -> None:
+        """Write the cost as JSON, whole or not at all."""
+        value = {
+            "schema": SCHEMA,
+            "measured": self.measured,
+            "machine": self.machine,
+            "times": [asdict(row) for row in self.times],
+        }
+        write_text(path, json.dumps(value, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> StepCost:
+        """Read what ``save`` wrote.
+
+        Raises:
+            CostError: missing, damaged, or not a step-cost file.
+        """
+        value = read_json(path, CostError)
+        if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+            raise CostError(f"{path} is not a step-cost file of schema {SCHEMA}")
+        try:
+            times = tuple(StepTime(**row) for row in value["times"])
+            return cls(times, dict(value["machine"]), bool(value["measured"]))
+        except (KeyError, TypeError) as error:
+            raise CostError(f"{path} is damaged: {error}") from error
+
+    def check_matches(self, expected: dict[str, Any]) -> None:
+        """Raise CostError when a key of ``expected`` differs from the machine measured here."""
+        for key, value in expected.items():
+            if self.machine.get(key) != value:
+                raise CostError(
+                    f"the cost file was made for {key} {self.machine.get(key)!r}, not {value!r}"
+                )
+
+    def _rows(self, batch: int, context: int) -> Sequence[StepTime]:
+        rows = [row for row in self.times if (row.batch, row.context) == (batch, context)]
+        return sorted(rows, key=lambda row: row.tree_size)

@@ -1,0 +1,1 @@
+"""Plain decoding, tree decoding, and their comparison."""

@@ -1,0 +1,258 @@
+"""The backbone: a transformers causal LM whose output treeopt preserves.
+
+Legend: ``B`` rows, ``n`` new tokens, ``d`` hidden size, ``V`` vocabulary size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treeopt.errors import ModelError
+from treeopt.files import sha256_of_file
+from treeopt.models import embedded
+from treeopt.models.cache import KVCache
+from treeopt.models.gguf import convert_gguf
+from treeopt.provenance import library_versions
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A loaded model, its tokenizer, and the few facts about them that decoding needs.
+
+    ``id`` is what the user named; ``sha256`` identifies the weights and goes into presets.
+    """
+
+    id: str
+    sha256: str
+    model: Any
+    tokenizer: Any
+    eos_ids: frozenset[int]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are."""
+        return self.model.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """Length of the vector that heads and LM head read."""
+        return self.lm_head.weight.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits, padding rows of the LM head included."""
+        return self.lm_head.weight.shape[0]
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens, prompt and answer together, that the model was made for."""
+        return self.model.config.max_position_embeddings
+
+    @property
+    def lm_head(self) -> torch.nn.Linear:
+        """The vocabulary projection."""
+        return self.model.get_output_embeddings()
+
+    def machine(self) -> dict[str, Any]:
+        """Return what a measured time depends on, beside the work: for cost files and reports."""
+        return {
+            "device": _device_name(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "backbone": self.id,
+            "backbone_sha256": self.sha256,
+            **library_versions(),
+        }
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """Return an empty cache for ``capacity`` tokens."""
+        return KVCache(self.model.config.num_hidden_layers, capacity)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        cache: KVCache,
+        position_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return the final hidden states [B, n, d] of ``input_ids`` [B, n], appended to ``cache``.
+
+        position_ids: int64 [B, n]; by default the next positions after the cache.
+        mask: additive [B or 1, 1, n, cache.length + n], 0 where visible; by default causal.
+        """
+        return cache.run(
+            self.model.base_model, input_ids, position_ids=position_ids, attention_mask=mask
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., V] of final hidden states [..., d], scaled as the model does."""
+        logits = self.lm_head(hidden)
+        config = self.model.config
+        if scale := getattr(config, "logit_scale", None):  # Cohere
+            logits = logits * scale
+        if divisor := getattr(config, "logits_scaling", None):  # Granite
+            logits = logits / divisor
+        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    @cached_property
+    def masked(self) -> float:
+        """The additive mask value of an invisible position."""
+        return torch.finfo(self.dtype).min
+
+    def encode(self, messages: list[Message]) -> list[int]:
+        """Return the token ids of a chat up to where the model's answer starts."""
+        if self.tokenizer.chat_template is None:
+            text = "\n\n".join(message["content"] for message in messages)
+            return self.tokenizer(text)["input_ids"]
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of ``token_ids`` without special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def load_backbone(
+    spec: str = embedded.NAME, device: str | None = None, dtype: str | None = None
+) -> Backbone:
+    """Return the backbone that ``spec`` names, ready to decode.
+
+    Args:
+        spec: ``smollm2-135m`` (the embedded default), a local directory, a GGUF file or a hub id.
+        device: ``cpu``, ``cuda``, …; by default CUDA when present.
+        dtype: ``bfloat16``, ``float16`` or ``float32``; by default the fastest one at hand.
+
+    Raises:
+        ModelError: it cannot be read, or a tree mask cannot verify it.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    chosen_device = _device(device)
+    source = _resolve(spec)
+    _quiet_transformers()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(dtype, chosen_device))
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"cannot load backbone {spec}: {_first_line(error)}") from error
+    check_verifiable(model.config)
+    model = model.to(chosen_device).eval().requires_grad_(False)
+    return Backbone(spec, _digest(source), model, tokenizer, _eos_ids(model, tokenizer))
+
+
+def check_verifiable(config: Any) -> None:
+    """Raise ModelError unless one forward call under a tree mask equals token-by-token decoding."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    recurrent = sorted(kinds - {"full_attention", "sliding_attention"})
+    if recurrent or hasattr(config, "ssm_cfg") or hasattr(config, "state_size"):
+        raise ModelError(
+            f"{config.model_type} has {', '.join(recurrent) or 'recurrent'} layers: they read the "
+            "tree's rows as one sequence, so a tree mask cannot verify it; full attention is needed"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{config.model_type} is an encoder-decoder; a decoder-only LM is needed")
+
+
+def attention_limit(config: Any) -> int:
+    """Return how many tokens a row may see before a sliding window would cut what it sees."""
+    limit = config.max_position_embeddings
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    if window and slides and getattr(config, "use_sliding_window", True):
+        limit = min(limit, window)
+    return limit
+
+
+def _device_name(device: torch.device) -> str:
+    """Return the device's product name, which times depend on, or its type."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"cpu {platform.machine()} {_cpu_model()}".strip()
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "")
+
+
+def _resolve(spec: str) -> str:
+    if spec == embedded.NAME:
+        return str(embedded.embedded_directory())
+    path = Path(spec)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"no GGUF file at {spec}")
+        return str(convert_gguf(path))
+    return spec
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {name!r} cannot be used: {_first_line(error)}") from error
+
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def _dtype(name: str | None, device: torch.device) -> torch.dtype:
+    if name is None:
+        fast = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
+        return torch.bfloat16 if fast else torch.float32
+    if name not in _DTYPES:
+        raise ModelError(f"unknown dtype {name!r}; choose one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        ids = model.config.eos_token_id if model.config.eos_token_id is not None else []
+    if ids == [] and tokenizer.eos_token_id is not None:
+        ids = tokenizer.eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _digest(source: str) -> str:
+    """Return a digest of the weight files, or of the hub id when there are none at hand."""
+    files = sorted(Path(source).glob("*.safetensors"))
+    digest = hashlib.sha256(source.encode() if not files else b"")
+    for file in files:
+        digest.update(sha256_of_file(file).encode())
+    return digest.hexdigest()
+
+
+def _quiet_transformers() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

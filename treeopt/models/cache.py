@@ -1,0 +1,117 @@
+"""A preallocated key-value cache, and the only place that touches transformers' cache interface.
+
+Legend: ``L`` layers, ``B`` rows, ``H`` key-value heads, ``C`` capacity in tokens, ``D`` head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from treeopt.errors import ModelError
+
+
+class KVCache:
+    """Keys and values of every layer in one block, written in place.
+
+    One block makes "move the accepted path to its place" one gather instead of one per layer.
+
+    buffer: [2, L, B, H, C, D] — keys at index 0, values at 1; allocated by the first forward call,
+        which knows the shapes.
+    length: tokens that are valid; whatever lies beyond is scratch space of the current step.
+    """
+
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self.buffer: Tensor | None = None
+        self._num_layers = num_layers
+        self._adapter = _Adapter(self, num_layers)
+
+    def run(self, model: Any, input_ids: Tensor, **kwargs: Any) -> Tensor:
+        """Return the final hidden states [B, n, d] of ``input_ids`` [B, n] and append their KV."""
+        num_new = input_ids.shape[1]
+        if self.length + num_new > self.capacity:
+            raise ModelError(
+                f"{self.length} + {num_new} tokens do not fit a cache of {self.capacity}"
+            )
+        kwargs[_cache_argument(type(model))] = self._adapter
+        hidden = model(input_ids=input_ids, use_cache=True, **kwargs).last_hidden_state
+        self.length += num_new
+        return hidden
+
+    def keep(self, start: int, rows: Tensor) -> None:
+        """Move the entries ``start + rows`` to ``start, start + 1, …`` and forget the rest.
+
+        rows: int64 [m], rising, as every root-to-node path in a parents-first tree is.
+        """
+        self.length = start + rows.numel()
+        assert self.buffer is not None
+        self.buffer[..., start : self.length, :] = self.buffer.index_select(-2, rows + start)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only the batch rows ``rows`` int64 [B']."""
+        assert self.buffer is not None
+        self.buffer = self.buffer.index_select(2, rows)
+
+    def reset(self) -> None:
+        """Forget every token; the memory stays."""
+        self.length = 0
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append one layer's ``keys``, ``values`` [B, H, n, D]; return all up to and with them."""
+        if self.buffer is None:
+            self.buffer = self._allocate(keys)
+        end = self.length + keys.shape[2]
+        if keys.shape[1::2] != self.buffer.shape[3::2] or values.shape != keys.shape:
+            raise ModelError("layers with unlike key-value shapes cannot share one cache")
+        self.buffer[0, layer, :, :, self.length : end] = keys
+        self.buffer[1, layer, :, :, self.length : end] = values
+        return self.buffer[0, layer, :, :, :end], self.buffer[1, layer, :, :, :end]
+
+    def _allocate(self, keys: Tensor) -> Tensor:
+        rows, heads, _, size = keys.shape
+        return keys.new_zeros((2, self._num_layers, rows, heads, self.capacity, size))
+
+
+def _cache_argument(model_class: Any) -> str:
+    """Return what this release of transformers calls the cache argument of ``forward``."""
+    parameters = inspect.signature(model_class.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
+class _Layer(CacheLayerMixin):
+    """One layer's window on the shared block, in the shape that transformers expects."""
+
+    is_sliding = False
+
+    def __init__(self, owner: KVCache, index: int) -> None:
+        super().__init__()
+        self.owner, self.index = owner, index
+        self.is_initialized = True
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.owner.write(self.index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        # Releases before 5 pass the query's positions, later ones their number.
+        num_new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.owner.length + num_new, 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self.owner.length
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5
+
+
+class _Adapter(Cache):
+    def __init__(self, owner: KVCache, num_layers: int) -> None:
+        super().__init__(layers=[_Layer(owner, index) for index in range(num_layers)])

@@ -1,0 +1,210 @@
+"""Medusa heads: residual SiLU blocks, each followed by a vocabulary projection.
+
+Source: arXiv 2401.10774, section 2.1.1 (equation 1). Legend: ``K`` heads, ``L`` blocks per head,
+``d`` hidden size, ``V`` vocabulary size.
+
+Two layouts, both in the field's own key names:
+
+- ``own_lm_head``: ``{head}.{block}.linear.weight``, ``….bias`` and ``{head}.{L}.weight`` [V, d];
+- ``shared_lm_head``: the blocks only; every head projects with the backbone's LM head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from treeopt.errors import HeadsError
+from treeopt.files import replacing, sha256_of_file
+from treeopt.models.backbone import Backbone
+
+OWN, SHARED = "own_lm_head", "shared_lm_head"
+CHECKPOINT = "medusa_lm_head.safetensors"  # the file's name in a checkpoint directory
+
+_BLOCK_KEY = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+_PROJECTION_KEY = re.compile(r"(\d+)\.(\d+)\.weight")
+
+
+class ResidualBlock(nn.Module):
+    """``x + SiLU(W x + b)``; a new block has W = b = 0 and so is the identity."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return [..., d] for ``hidden`` [..., d]."""
+        return hidden + functional.silu(self.linear(hidden))
+
+
+class MedusaHeads(nn.Module):
+    """K heads on one backbone; head k guesses the token k places after the one just emitted."""
+
+    def __init__(self, num_heads: int, num_blocks: int, backbone: Backbone, layout: str) -> None:
+        """Make new heads, which reproduce the backbone's own next token."""
+        super().__init__()
+        size = backbone.hidden_size
+        self.id, self.sha256, self.layout = "new", "", layout
+        self.num_blocks = num_blocks
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(size) for _ in range(num_blocks)))
+            for _ in range(num_heads)
+        )
+        self.projections = nn.ModuleList()
+        if layout == OWN:
+            for _ in range(num_heads):
+                projection = nn.Linear(size, backbone.vocab_size, bias=False)
+                projection.weight.data.copy_(backbone.lm_head.weight)
+                self.projections.append(projection)
+        self._backbone = (backbone,)  # in a tuple, so that its weights are not the heads' own
+
+    @property
+    def num_heads(self) -> int:
+        """K."""
+        return len(self.blocks)
+
+    def hidden(self, head: int, hidden: Tensor) -> Tensor:
+        """Return what 1-based ``head`` projects: [..., d] for the backbone's states [..., d]."""
+        return self.blocks[head - 1](hidden)
+
+    def project(self, head: int, head_hidden: Tensor) -> Tensor:
+        """Return the logits [..., V] of 1-based ``head`` for its own hidden states."""
+        if self.layout == OWN:
+            return self.projections[head - 1](head_hidden)
+        return self._backbone[0].logits(head_hidden)
+
+    def frozen_projection(self, head: int) -> Tensor:
+        """Return the projection's weight [V, d], for training that leaves it as it is."""
+        if self.layout == OWN:
+            return self.projections[head - 1].get_parameter("weight")
+        return self._backbone[0].lm_head.weight
+
+    def logits(self, state: Tensor, num_heads: int) -> Tensor:
+        """Return the logits [num_heads, V] of the first heads at one state [d]."""
+        states = [self.hidden(head, state) for head in range(1, num_heads + 1)]
+        if self.layout == OWN:
+            return torch.stack([self.project(k, s) for k, s in enumerate(states, 1)])
+        return self._backbone[0].logits(torch.stack(states))  # one read of the LM head for all
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights under the field's key names."""
+        weights: dict[str, Tensor] = {}
+        for name, parameter in self.named_parameters():
+            kind, _, key = name.partition(".")
+            if kind == "projections":  # the projection follows the head's last block
+                head = key.partition(".")[0]
+                key = f"{head}.{self.num_blocks}.weight"
+            weights[key] = parameter
+        return weights
+
+    def save(self, path: str | Path, **metadata: str) -> None:
+        """Write the weights as float16 safetensors, whole or not at all."""
+        weights = {name: t.detach().to("cpu", torch.float16) for name, t in self.tensors().items()}
+        weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+        with replacing(path) as temporary:
+            save_file(weights, temporary, {"format": "pt", "layout": self.layout, **metadata})
+
+
+def load_heads(spec: str | Path, backbone: Backbone) -> MedusaHeads:
+    """Return the heads in a safetensors file or a checkpoint directory, ready on ``backbone``.
+
+    The number of heads and blocks comes from the tensors; configurations in the field are
+    sometimes wrong about it.
+
+    Raises:
+        HeadsError: unreadable, or a tensor is missing, extra, misshapen or not finite.
+    """
+    path = resolve_heads(spec)
+    tensors = _read(path)
+    num_heads, num_blocks, layout = _structure(tensors, path)
+    heads = MedusaHeads(num_heads, num_blocks, backbone, layout)
+    _copy(tensors, heads, path)
+    heads.id, heads.sha256 = str(spec), sha256_of_file(path)
+    return heads.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
+
+
+def resolve_heads(spec: str | Path) -> Path:
+    """Return the checkpoint file that ``spec`` names: a file, a directory or shipped heads."""
+    shipped = Path(str(files("presets"))) / f"{spec}-heads.safetensors"
+    path = Path(spec)
+    for candidate in (path / CHECKPOINT, path, shipped):
+        if candidate.is_file():
+            return candidate
+    raise HeadsError(
+        f"no heads at {spec}: give a safetensors file, a directory with {CHECKPOINT}, "
+        "or the name of a backbone that treeopt ships heads for"
+    )
+
+
+def offset_scores(heads: MedusaHeads, states: Tensor, tokens: Tensor) -> list[float]:
+    """Return how often head 1's first guess is the token 0, 1, 2 and 3 places on.
+
+    Args:
+        states: [n, d], the states that emitted ``tokens`` int64 [n].
+
+    Well-trained heads score best at 1; untrained ones at 0; heads of another convention at 2.
+    """
+    guesses = heads.project(1, heads.hidden(1, states)).argmax(-1)
+    return [
+        (guesses[: len(tokens) - offset] == tokens[offset:]).float().mean().item()
+        for offset in range(4)
+    ]
+
+
+def offset_warning(scores: list[float]) -> str | None:
+    """Return what looks wrong when head 1 is not best one place ahead, else None."""
+    best = max(range(len(scores)), key=scores.__getitem__)
+    if best == 1:
+        return None
+    shown = ", ".join(f"{offset}: {score:.0%}" for offset, score in enumerate(scores))
+    reason = "look untrained" if best == 0 else f"look shifted by {best - 1}"
+    return f"the heads {reason}: head 1 is right most often {best} places ahead ({shown})"
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise HeadsError(f"{path} is not a safetensors file: {error}") from error
+
+
+def _structure(tensors: Mapping[str, Any], path: Path) -> tuple[int, int, str]:
+    """Return (heads, blocks per head, layout) as the tensor names tell."""
+    blocks = [m for name in tensors if (m := _BLOCK_KEY.fullmatch(name))]
+    if not blocks:
+        found = ", ".join(sorted(tensors)[:3]) or "nothing"
+        raise HeadsError(f"{path} holds no Medusa heads: expected 0.0.linear.weight, found {found}")
+    num_heads = 1 + max(int(match[1]) for match in blocks)
+    num_blocks = 1 + max(int(match[2]) for match in blocks)
+    own = any(_PROJECTION_KEY.fullmatch(name) for name in tensors)
+    return num_heads, num_blocks, OWN if own else SHARED
+
+
+def _copy(tensors: Mapping[str, Tensor], heads: MedusaHeads, path: Path) -> None:
+    expected = heads.tensors()
+    for name in expected.keys() - tensors.keys():
+        raise HeadsError(f"{path} lacks the tensor {name}")
+    for name in tensors.keys() - expected.keys():
+        raise HeadsError(f"{path} has a tensor {name} that {heads.num_heads} heads do not need")
+    for name, target in expected.items():
+        source = tensors[name]
+        if source.shape != target.shape:
+            raise HeadsError(
+                f"{path}: {name} has shape {list(source.shape)}, the backbone needs "
+                f"{list(target.shape)}; these heads are for another hidden size or vocabulary"
+            )
+        if not torch.isfinite(source).all():
+            raise HeadsError(f"{path}: {name} holds values that are not finite")
+        target.data.copy_(source)

@@ -1,0 +1,304 @@
+"""Presets: a ladder of trees with where it came from, what it promises and what was measured.
+
+YAML, schema ``treeopt.preset/1``. Loading is safe: a preset from a stranger can at worst be
+refused. Unknown keys are errors, so a mistyped key cannot be ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from treeopt.errors import PresetError, TreeError
+from treeopt.files import read_text, write_text
+from treeopt.tree import Path as TreePath
+from treeopt.tree import Tree
+
+SCHEMA = "treeopt.preset/1"
+
+Section = dict[str, Any]
+Check = Callable[[Any], bool]
+
+_TEXT: Check = lambda value: isinstance(value, str)  # noqa: E731
+_COUNT: Check = lambda value: type(value) is int and value >= 0  # noqa: E731
+_NUMBER: Check = lambda value: type(value) in (int, float)  # noqa: E731
+_BOOL: Check = lambda value: isinstance(value, bool)  # noqa: E731
+_ANY: Check = lambda value: True  # noqa: E731
+
+# Key -> what its value must be. A key that ends in "?" may be absent.
+_SECTIONS: dict[str, dict[str, Check]] = {
+    "backbone": {"id": _TEXT, "sha256": _TEXT},
+    "heads": {"id": _TEXT, "sha256": _TEXT, "num_heads": _COUNT, "layout": _TEXT},
+    "decoding": {"rule": _TEXT},
+    "calibration": {
+        "sha256": _TEXT,
+        "data": _TEXT,
+        "documents": _COUNT,
+        "positions": _COUNT,
+        "num_ranks": _COUNT,
+        "template_sha256?": _TEXT,
+    },
+    "predicted": {
+        "acceptance_length": _NUMBER,
+        "low?": _NUMBER,
+        "high?": _NUMBER,
+        "method": _TEXT,
+        "held_out": _BOOL,
+    },
+    "imported": {"source": _TEXT, "name": _TEXT, "commit?": _TEXT, "licence?": _TEXT},
+    "provenance": {
+        "treeopt": _TEXT,
+        "torch?": _TEXT,
+        "transformers?": _TEXT,
+        "command": _TEXT,
+        "seed": _COUNT,
+        "created": _TEXT,
+    },
+}
+_SIZE: dict[str, Check] = {"batch": _COUNT, "context": _COUNT, "tree_size": _COUNT}
+_MEASURED: dict[str, Check] = {
+    "tree_size": _COUNT,
+    "acceptance_length": _NUMBER,
+    "num_accepted_mean": _NUMBER,
+    **{
+        f"{ratio}{bound}": _NUMBER
+        for ratio in ("overhead", "speedup_vs_plain", "speedup_vs_generate")
+        for bound in ("", "_low", "_high")
+    },
+    "tokens_per_s": _NUMBER,
+    "plain_tokens_per_s": _NUMBER,
+    "generate_tokens_per_s": _NUMBER,
+    "equal": _BOOL,
+    "first_mismatch": _ANY,
+    "near_ties": _COUNT,
+    "documents": _COUNT,
+    "tokens": _COUNT,
+    "device": _TEXT,
+    "dtype": _TEXT,
+    "threads": _COUNT,
+    "data": _TEXT,
+    "treeopt": _TEXT,
+    "torch": _TEXT,
+    "transformers": _TEXT,
+    "created": _TEXT,
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A ladder of trees and the size to use.
+
+    ladder: paths below the root in best-first order; ``tree`` is the first ``tree_size - 1``.
+    path_probs: the acceptance model's probability of each path on the ladder.
+    sizes: the cut table, ``{batch, context, tree_size}`` per measured situation.
+    imported: set when another project published the tree.
+    The other sections are as the schema names them; ``None`` where unknown.
+    """
+
+    name: str
+    ladder: tuple[TreePath, ...]
+    tree_size: int
+    path_probs: tuple[float, ...] | None = None
+    decoding: Section = field(default_factory=lambda: {"rule": "greedy"})
+    backbone: Section | None = None
+    heads: Section | None = None
+    sizes: tuple[Section, ...] = ()
+    calibration: Section | None = None
+    predicted: Section | None = None
+    imported: Section | None = None
+    measured: tuple[Section, ...] = ()
+    provenance: Section | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.tree_size <= len(self.ladder) + 1:
+            raise PresetError(
+                f"tree_size is {self.tree_size}; the ladder allows 1 to {len(self.ladder) + 1}"
+            )
+        try:
+            whole = Tree.from_paths(self.ladder)
+        except TreeError as error:
+            raise PresetError(f"ladder: {error}") from error
+        if self.path_probs is not None and len(self.path_probs) != len(self.ladder):
+            raise PresetError(
+                f"path_probs has {len(self.path_probs)} entries for {len(self.ladder)} paths"
+            )
+        if self.heads and whole.depth > self.heads["num_heads"]:
+            raise PresetError(
+                f"the ladder is {whole.depth} deep, heads.num_heads is {self.heads['num_heads']}"
+            )
+        if self.calibration and whole.num_ranks > self.calibration["num_ranks"]:
+            raise PresetError(
+                f"the ladder uses rank {whole.num_ranks - 1}, calibration.num_ranks is "
+                f"{self.calibration['num_ranks']}"
+            )
+
+    @cached_property
+    def tree(self) -> Tree:
+        """The tree that ``tree_size`` cuts from the ladder."""
+        try:
+            return Tree.from_paths(self.ladder[: self.tree_size - 1])
+        except TreeError as error:
+            raise PresetError(f"ladder is not parents-first: {error}") from error
+
+    @property
+    def node_probs(self) -> list[float] | None:
+        """Return the path probability of each node of ``tree``, in node order, when known."""
+        if self.path_probs is None:
+            return None
+        prob_of = dict(zip(self.ladder, self.path_probs, strict=True))
+        return [prob_of.get(path, 1.0) for path in self.tree.paths]
+
+    def with_measured(self, measured: Section) -> Preset:
+        """Return the preset with one more validation result."""
+        return replace(self, measured=(*self.measured, measured))
+
+    def save(self, path: str | Path) -> None:
+        """Write the preset as YAML, whole or not at all."""
+        write_text(path, self.to_yaml())
+
+    def to_yaml(self) -> str:
+        """Return the preset as YAML; equal presets give equal text."""
+        value: Section = {"schema": SCHEMA, "name": self.name}
+        for key in ("backbone", "heads", "decoding"):
+            value[key] = getattr(self, key)
+        value["tree"] = {"tree_size": self.tree_size, "ladder": [list(p) for p in self.ladder]}
+        if self.path_probs is not None:
+            value["tree"]["path_probs"] = list(self.path_probs)
+        for key in ("sizes", "calibration", "predicted", "imported", "measured", "provenance"):
+            section = getattr(self, key)
+            value[key] = list(section) if isinstance(section, tuple) else section
+        present = {key: section for key, section in value.items() if section not in (None, [])}
+        return yaml.dump(
+            present,
+            Dumper=yaml.SafeDumper,
+            sort_keys=False,
+            default_flow_style=None,
+            width=100,
+            allow_unicode=True,
+        )
+
+
+def load_preset(name_or_path: str | Path) -> Preset:
+    """Return the preset in a YAML file, or the shipped preset of that name.
+
+    Raises:
+        PresetError: no such file or name, broken YAML, or a value the schema does not allow.
+    """
+    path = Path(name_or_path)
+    shipped = shipped_presets()
+    if path.suffix not in (".yaml", ".yml") and not path.exists():
+        if str(name_or_path) not in shipped:
+            close = difflib.get_close_matches(str(name_or_path), shipped, n=3) or sorted(shipped)
+            raise PresetError(
+                f"no preset file or shipped preset {name_or_path}; did you mean {', '.join(close)}?"
+            )
+        path = shipped[str(name_or_path)]
+    return parse_preset(read_text(path, PresetError), source=str(name_or_path))
+
+
+def shipped_presets() -> dict[str, Path]:
+    """Return the presets that come with treeopt: name -> file."""
+    folder = Path(str(files("presets")))
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
+def parse_preset(text: str, source: str) -> Preset:
+    """Return the preset in YAML ``text``; ``source`` names it in errors."""
+    try:
+        value = yaml.load(text, Loader=_SafeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or type(error).__name__
+        raise PresetError(f"{source} is broken YAML{where}: {problem}") from error
+    try:
+        return _from_value(value)
+    except PresetError as error:
+        raise PresetError(f"{source}: {error}") from error
+
+
+def _from_value(value: Any) -> Preset:
+    _check_keys(
+        "the preset",
+        value,
+        {
+            "schema": lambda schema: schema == SCHEMA,
+            "name": _TEXT,
+            "tree": _ANY,
+            "decoding": _ANY,
+            **{f"{key}?": _ANY for key in (*_SECTIONS, "sizes", "measured") if key != "decoding"},
+        },
+    )
+    _check_keys(
+        "tree", value["tree"], {"tree_size": _COUNT, "ladder": _is_paths, "path_probs?": _is_probs}
+    )
+    for key, section in value.items():
+        if key in _SECTIONS:
+            _check_keys(key, section, _SECTIONS[key])
+        elif key in ("sizes", "measured"):
+            if not isinstance(section, list):
+                raise PresetError(f"{key} must be a list, not {section!r}")
+            for index, row in enumerate(section):
+                _check_keys(f"{key}[{index}]", row, _SIZE if key == "sizes" else _MEASURED)
+    tree = value["tree"]
+    sections = {key: value.get(key) for key in _SECTIONS}
+    return Preset(
+        name=value["name"],
+        ladder=tuple(tuple(path) for path in tree["ladder"]),
+        tree_size=tree["tree_size"],
+        path_probs=tuple(tree["path_probs"]) if "path_probs" in tree else None,
+        sizes=tuple(value.get("sizes", ())),
+        measured=tuple(value.get("measured", ())),
+        **sections,
+    )
+
+
+def _is_paths(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(path, list) for path in value)
+
+
+def _is_probs(value: Any) -> bool:
+    return isinstance(value, list) and all(_NUMBER(prob) and 0 <= prob <= 1 for prob in value)
+
+
+def _check_keys(where: str, section: Any, checks: dict[str, Check]) -> None:
+    if not isinstance(section, dict):
+        raise PresetError(f"{where} must be a mapping, not {section!r}")
+    known = {key.rstrip("?"): check for key, check in checks.items()}
+    for key in section:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+            raise PresetError(f"{where} has an unknown key {key!r}{hint}")
+    for key in checks:
+        if not key.endswith("?") and key not in section:
+            raise PresetError(f"{where} lacks the key {key!r}")
+    for key, value in section.items():
+        if not known[key](value):
+            raise PresetError(f"{where}: {key} cannot be {value!r}")
+
+
+class _SafeLoader(yaml.SafeLoader):
+    """A safe loader that refuses repeated keys and aliases (which can grow without bound)."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, "aliases are not used", event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} appears twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep)

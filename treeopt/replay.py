@@ -1,0 +1,136 @@
+"""Walk a trace with a tree, exactly as a greedy decode would.
+
+Averages over positions are not what decoding meets: a step starts where the last one stopped, so
+hard places are visited more often. Replay starts where decoding would start; it needs no model.
+
+Legend: ``S`` documents, ``P`` positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treeopt.errors import TraceError
+from treeopt.trace import RankTrace
+from treeopt.tree import NO_CHILD, ROOT, Tree
+
+Documents = NDArray[np.int64]  # indices of documents, repeats allowed
+
+CONFIDENCE = 0.95
+_RESAMPLES = 2000
+_CHUNK = 1 << 16  # positions walked at once: the working set stays in cache
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value with the bounds of its bootstrap interval over documents."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What decoding the documents of a trace with one tree would do.
+
+    tokens: int64 [S] — tokens emitted by steps, so all but the first, which prefill gives.
+    steps: int64 [S] — verify calls.
+    num_accepted: int64 [steps of all documents] — draft tokens accepted, in decoding order.
+    """
+
+    tokens: NDArray[np.int64]
+    steps: NDArray[np.int64]
+    num_accepted: NDArray[np.int64]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per step."""
+        return float(self.tokens.sum() / self.steps.sum())
+
+    def interval(self) -> Interval:
+        """Return the acceptance length with its interval."""
+        return bootstrap(self._length_of, len(self.tokens))
+
+    def _length_of(self, documents: Documents) -> float:
+        return float(self.tokens[documents].sum() / max(self.steps[documents].sum(), 1))
+
+
+def replay(trace: RankTrace, tree: Tree) -> Replay:
+    """Return what greedy decoding of the trace's documents with ``tree`` would do.
+
+    Raises:
+        TreeError: the tree needs more heads or ranks than the trace has.
+        TraceError: no document has a second token, so no step would run.
+    """
+    tree.check_fits(trace.num_heads, trace.num_ranks)
+    accepted = accepted_at(trace, tree)
+    starts = step_starts(trace, accepted)
+    before = np.concatenate([[0], np.cumsum(starts)])
+    steps = before[trace.doc_start[1:]] - before[trace.doc_start[:-1]]
+    if steps.sum() == 0:
+        raise TraceError("no document has more than one token; there is nothing to replay")
+    return Replay(np.diff(trace.doc_start) - 1, steps, accepted[starts])
+
+
+def accepted_at(trace: RankTrace, tree: Tree) -> NDArray[np.int64]:
+    """Return int64 [P]: draft tokens a step at each position would accept with ``tree``."""
+    # Row N and column R of the table absorb misses, so the walk needs no branches.
+    size, num_ranks = tree.children.shape
+    table = np.full((size + 1, trace.num_ranks + 1), size, dtype=np.int32)
+    table[:size, :num_ranks] = np.where(tree.children == NO_CHILD, size, tree.children)
+    flat, width = table.ravel(), table.shape[1]
+    depths = np.append(tree.depths, 0)
+    accepted = np.zeros(trace.num_positions, dtype=np.int64)
+    for first in range(0, trace.num_positions, _CHUNK):
+        ranks = trace.ranks[first : first + _CHUNK, : tree.depth].astype(np.int32)
+        ranks[ranks < 0] = trace.num_ranks
+        node = np.full(len(ranks), ROOT, dtype=np.int32)
+        reached = accepted[first : first + _CHUNK]
+        for column in ranks.T:
+            node = flat[node * width + column]
+            np.maximum(reached, depths[node], out=reached)
+    return accepted
+
+
+def step_starts(trace: RankTrace, accepted: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return bool [P]: where decoding starts a step, given what each position would accept.
+
+    The first step of a document starts at its first token; the next one behind the accepted
+    tokens and the backbone's own. A document's last token needs no step.
+    """
+    starts = np.zeros(trace.num_positions, dtype=np.bool_)
+    position, last = trace.doc_start[:-1], trace.doc_start[1:] - 1
+    while len(position):
+        inside = position < last
+        position, last = position[inside], last[inside]
+        starts[position] = True
+        position = position + accepted[position] + 1
+    return starts
+
+
+def difference(first: Replay, second: Replay) -> Interval:
+    """Return how much longer ``second`` accepts than ``first`` on the same documents, paired."""
+    return bootstrap(
+        lambda documents: second._length_of(documents) - first._length_of(documents),
+        len(first.tokens),
+    )
+
+
+def bootstrap(
+    statistic: Callable[[Documents], float], num_documents: int, seed: int = 0
+) -> Interval:
+    """Return ``statistic`` of all documents, with its percentile interval over resamples of them.
+
+    Whole documents are drawn, because positions within one are alike.
+    """
+    generator = np.random.default_rng(seed)
+    drawn = generator.integers(num_documents, size=(_RESAMPLES, num_documents))
+    resampled = [statistic(documents) for documents in drawn]
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(resampled, [tail, 1 - tail])
+    return Interval(float(statistic(np.arange(num_documents))), float(low), float(high))

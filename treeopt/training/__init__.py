@@ -1,0 +1,1 @@
+"""Self-distillation and head training."""
