@@ -39,6 +39,8 @@ class Group(click.Group):
             return super().invoke(context)
         except TreeoptError as error:
             fail(str(error))
+        except KeyboardInterrupt:
+            fail("interrupted; files are as they were before")
         except OSError as error:
             fail(f"{error.filename or 'a file'}: {error.strerror or error}")
         except MemoryError:
@@ -414,9 +416,10 @@ def load_models(
 ) -> tuple[Backbone, MedusaHeads]:
     """Return the backbone and its heads; the default backbone brings its own heads."""
     from treeopt.models.backbone import load_backbone
-    from treeopt.models.heads import load_heads
+    from treeopt.models.heads import load_heads, resolve_heads
 
     name = backbone or DEFAULT_BACKBONE
+    resolve_heads(heads or name)  # a wrong path should not cost the time to load a backbone
     with console.stderr.status(f"loading {name}"):
         loaded = load_backbone(name, device, dtype)
         return loaded, load_heads(heads or name, loaded)

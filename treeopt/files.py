@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from treeopt.errors import TreeoptError
 
 
@@ -35,8 +37,9 @@ def replacing(path: str | Path) -> Iterator[Path]:
         if path.is_dir() and temporary.is_dir():
             shutil.rmtree(path)
         os.replace(temporary, path)
-    except OSError as error:
-        raise TreeoptError(f"cannot write {path}: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise TreeoptError(f"cannot write {path}: {reason}") from error
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
 

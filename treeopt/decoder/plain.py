@@ -38,7 +38,11 @@ def room_for(backbone: Backbone, prompt: Sequence[int], max_new_tokens: int) -> 
     if not prompt:
         raise DataError("the prompt is empty")
     if len(prompt) >= limit:
-        raise DataError(f"the prompt has {len(prompt)} tokens; the context holds {limit}")
+        window = limit < backbone.context_length
+        reason = (
+            "the sliding window, beyond which a tree mask is wrong," if window else "the context"
+        )
+        raise DataError(f"the prompt has {len(prompt)} tokens; {reason} holds {limit}")
     return min(max_new_tokens, limit - len(prompt) + 1)  # the last token need not be read
 
 

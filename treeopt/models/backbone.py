@@ -205,6 +205,8 @@ def _resolve(spec: str) -> str:
         if not path.is_file():
             raise ModelError(f"no GGUF file at {spec}")
         return str(convert_gguf(path))
+    if not path.exists() and (path.is_absolute() or spec.startswith(".") or spec.count("/") > 1):
+        raise ModelError(f"no model directory at {spec}")
     return spec
 
 

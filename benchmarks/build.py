@@ -1,0 +1,79 @@
+"""How long the search takes: a tree of 64 rows, and a ladder of 100,000 nodes.
+
+python -m benchmarks.build
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+
+from benchmarks.conditions import conditions
+from treeopt.acceptance import IndependentAcceptance, JointAcceptance
+from treeopt.replay import replay
+from treeopt.search import grow
+from treeopt.trace import RankTrace
+
+TARGET_64_MS, TARGET_LADDER_S = 5.0, 2.0
+
+
+def rates(num_heads: int, num_ranks: int) -> np.ndarray:
+    """Rates that fall with rank and head like those of real heads."""
+    falling = np.arange(1, num_ranks + 1) ** -1.5
+    return np.stack([0.9 / (k + 1) ** 0.3 * falling / falling.sum() for k in range(num_heads)])
+
+
+def synthetic_trace(num_documents: int, length: int, num_heads: int, num_ranks: int) -> RankTrace:
+    """A trace of independent draws from ``rates``; sizes are what matters here."""
+    generator = np.random.default_rng(0)
+    positions = num_documents * length
+    ranks = np.full((positions, num_heads), -1, dtype=np.int16)
+    left = length - 1 - np.arange(positions) % length
+    for head, row in enumerate(rates(num_heads, num_ranks)):
+        shares = np.append(row, 1 - row.sum())
+        drawn = generator.choice(num_ranks + 1, positions, p=shares)
+        drawn[(drawn == num_ranks) | (left <= head)] = -1
+        ranks[:, head] = drawn
+    return RankTrace(
+        ranks,
+        np.zeros((positions, num_heads, num_ranks), dtype=np.float16),
+        np.ones(positions, dtype=np.float16),
+        np.zeros(positions, dtype=np.float16),
+        np.arange(0, positions + 1, length),
+        {},
+    )
+
+
+def seconds(call: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def main() -> None:
+    print(conditions())
+    independent = IndependentAcceptance(rates(5, 50))
+    trace = synthetic_trace(240, 128, 4, 32)
+    joint = JointAcceptance(trace)
+    for name, model in (("independent", independent), ("joint", joint)):
+        took = 1000 * seconds(lambda model=model: grow(model, 64), 20)
+        print(f"64 rows, {name:<12} {took:8.2f} ms   {took / TARGET_64_MS:.2f} of the 5 ms allowed")
+    took = seconds(lambda: grow(independent, 100_001), 3)
+    print(
+        f"100,000 nodes, 5x50      {took:8.2f} s    {took / TARGET_LADDER_S:.2f} of the 2 s allowed"
+    )
+    took = 1000 * seconds(lambda: JointAcceptance(trace), 3)
+    print(f"joint counts of {trace.num_positions} positions {took:8.1f} ms")
+    tree = grow(joint, 64).tree(64)
+    took = seconds(lambda: replay(trace, tree), 5)
+    print(f"replay with 64 rows      {trace.num_positions / took / 1e6:8.2f} million positions/s")
+
+
+if __name__ == "__main__":
+    main()
