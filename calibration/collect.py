@@ -165,7 +165,8 @@ def _forced(
     """Return the dataset's own answers with the states that would have emitted them."""
     answers = []
     for index in batch:
-        tokens = _own_tokens(backbone, dataset, index)[:max_new_tokens]
+        room = room_for(backbone, prompts[index], max_new_tokens)
+        tokens = _own_tokens(backbone, dataset, index)[:room]
         sequence = torch.tensor([prompts[index] + tokens[:-1]], device=backbone.device)
         hidden = backbone.forward(sequence, backbone.new_cache(sequence.shape[1]))[0]
         answers.append(Answer(prompts[index], tokens, hidden[len(prompts[index]) - 1 :]))

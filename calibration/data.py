@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
@@ -71,7 +72,7 @@ def _text(path: str | Path, data: bytes) -> str:
     try:
         unpacked = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
         return unpacked.decode("utf-8-sig")
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} is a damaged gzip file: {error}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start})") from error
@@ -139,15 +140,23 @@ def _message(message: Row) -> Message:
     return {"role": _ROLES.get(role, role), "content": content.strip()}
 
 
-def _single(content: str, answer: str | None = None, answer_ids: list[int] | None = None) -> Prompt:
-    return Prompt([{"role": "user", "content": content.strip()}], answer or None, answer_ids)
+def _single(content: str, answer: str | None = None) -> Prompt:
+    if not isinstance(answer or "", str):
+        raise TypeError(f"the answer is {type(answer).__name__}, not text")
+    return Prompt([{"role": "user", "content": content.strip()}], answer or None)
+
+
+def _turns(row: Row) -> Prompt:
+    if not isinstance(row["turns"], list):
+        raise TypeError(f"{type(row['turns']).__name__}, not a list")
+    return _single(row["turns"][0])
 
 
 _SHAPES: dict[str, Callable[[Row], Prompt]] = {
     "instruction": _alpaca,
     "messages": _chat("messages"),
     "conversations": _chat("conversations"),
-    "turns": lambda row: _single(row["turns"][0]),
+    "turns": _turns,
     "prompt": lambda row: _single(row["prompt"], row.get("answer")),
     "question": lambda row: _single(row["question"]),
     "text": lambda row: _single(row["text"]),

@@ -80,4 +80,4 @@ def run_demo(
     preset = preset.with_measured(measured_section(report, held_out))
     preset.save(out / "preset.yaml")
     write_picture(out / "tree.svg", preset.tree, preset.node_probs, preset.name)
-    return Demo(preset, report, size_curve(trace, preset, cost, 1, CONTEXT))
+    return Demo(preset, report, size_curve(trace, preset, request, cost, (1, CONTEXT)))

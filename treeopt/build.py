@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,9 @@ from treeopt.errors import CostError, TraceError
 from treeopt.files import sha256_of_file
 from treeopt.preset import Preset, Section
 from treeopt.provenance import library_versions, now
-from treeopt.replay import Interval, Replay, replay
+from treeopt.replay import Interval, Replay, accepted_at, walk
 from treeopt.search import Ladder, grow
 from treeopt.trace import RankTrace
-from treeopt.tree import Tree
 
 FOLDS = 5
 LADDER_SIZE = 128  # a ladder is kept beyond the tree in use, for machines where more rows pay
@@ -47,54 +47,51 @@ class SizePoint:
         return 1000 * self.acceptance_length / self.step_ms
 
 
-def held_out_replay(
-    trace: RankTrace, tree_of: Callable[[RankTrace], Tree], folds: int = FOLDS
-) -> Replay:
-    """Return the replay of every document with the tree that ``tree_of`` makes from the others.
+def held_out_replays(
+    trace: RankTrace, ladder_of: Callable[[RankTrace], Ladder], sizes: Sequence[int]
+) -> list[Replay]:
+    """Return, for each of ``sizes``, the replay with trees that a document had no part in.
 
-    Documents are dealt into ``folds`` in turn, so that an order by category is spread.
+    Documents are dealt into ``FOLDS`` in turn, so that an order by category is spread; a fold is
+    decoded with the ladder that ``ladder_of`` makes from the others.
 
     Raises:
         TraceError: there are fewer documents than folds.
     """
-    if trace.num_documents < folds:
+    if trace.num_documents < FOLDS:
         raise TraceError(
-            f"{trace.num_documents} documents are too few to hold some out; {folds} are needed"
+            f"{trace.num_documents} documents are too few to hold some out; {FOLDS} are needed"
         )
-    fold_of = np.arange(trace.num_documents) % folds
-    tokens = np.empty(trace.num_documents, dtype=np.int64)
-    steps = np.empty(trace.num_documents, dtype=np.int64)
-    accepted = []
-    for fold in range(folds):
-        inside = np.flatnonzero(fold_of == fold)
-        tree = tree_of(trace.documents(np.flatnonzero(fold_of != fold)))
-        result = replay(trace.documents(inside), tree)
-        tokens[inside], steps[inside] = result.tokens, result.steps
-        accepted.append(result.num_accepted)
-    return Replay(tokens, steps, np.concatenate(accepted))
+    fold_of = np.arange(trace.num_documents) % FOLDS
+    fold_at = np.repeat(fold_of, np.diff(trace.doc_start))
+    accepted = np.zeros((len(sizes), trace.num_positions), dtype=np.int64)
+    for fold in range(FOLDS):
+        ladder = ladder_of(trace.documents(np.flatnonzero(fold_of != fold)))
+        for row, size in zip(accepted, sizes, strict=True):
+            tree = ladder.tree(min(size, ladder.max_tree_size))
+            row[fold_at == fold] = accepted_at(trace, tree)[fold_at == fold]
+    return [walk(trace, row) for row in accepted]
 
 
 def predict(trace: RankTrace, request: Request) -> Interval:
     """Return the acceptance length to expect, on unseen text, of the tree that is asked for."""
-
-    def tree_of(part: RankTrace) -> Tree:
-        ladder = _grow(part, request)
-        return ladder.tree(min(request.tree_size, ladder.max_tree_size))
-
-    return held_out_replay(trace, tree_of).interval()
+    (held_out,) = held_out_replays(trace, partial(_grow, request=request), [request.tree_size])
+    return held_out.interval()
 
 
 def size_curve(
-    trace: RankTrace, preset: Preset, cost: StepCost, batch: int, context: int
+    trace: RankTrace, preset: Preset, request: Request, cost: StepCost, situation: tuple[int, int]
 ) -> list[SizePoint]:
-    """Return acceptance length and step time at each measured size on the preset's ladder."""
-    points = []
-    for size in cost.sizes(batch, context):
-        if size <= len(preset.ladder) + 1:
-            walked = replay(trace, replace(preset, tree_size=size).tree)
-            step_ms = cost.step_ms(size, batch, context)
-            points.append(SizePoint(size, walked.acceptance_length, step_ms))
-    return points
+    """Return held-out acceptance length and step time at each measured size on the ladder.
+
+    ``situation`` is (batch, context), one that ``cost`` measured.
+    """
+    sizes = [size for size in cost.sizes(*situation) if size <= len(preset.ladder) + 1]
+    replays = held_out_replays(trace, partial(_grow, request=request), sizes)
+    return [
+        SizePoint(size, held_out.acceptance_length, cost.step_ms(size, *situation))
+        for size, held_out in zip(sizes, replays, strict=True)
+    ]
 
 
 def best_size(curve: list[SizePoint], plain_ms: float) -> SizePoint:
@@ -116,7 +113,7 @@ def preset_from_trace(
     ladder = _grow(trace, request)
     tree_size = min(request.tree_size, ladder.max_tree_size)
     predicted = predict(trace, replace(request, tree_size=tree_size))
-    source = trace.provenance
+    source = _provenance_of(trace)
     return Preset(
         name=name,
         ladder=ladder.paths,
@@ -175,14 +172,14 @@ def with_best_sizes(preset: Preset, trace: RankTrace, cost: StepCost, request: R
     Raises:
         CostError: the cost was measured with another backbone.
     """
-    if cost.machine.get("backbone_sha256") != trace.provenance["backbone_sha256"]:
+    if cost.machine.get("backbone_sha256") != _provenance_of(trace)["backbone_sha256"]:
         raise CostError(
             f"the step costs were measured with backbone {cost.machine.get('backbone')}, "
             f"the calibration with {trace.provenance['backbone']}"
         )
     sizes: list[Section] = []
     for batch, context in cost.situations():
-        curve = size_curve(trace, preset, cost, batch, context)
+        curve = size_curve(trace, preset, request, cost, (batch, context))
         best = best_size(curve, cost.plain_ms(batch, context))
         sizes.append({"batch": batch, "context": context, "tree_size": best.tree_size})
     chosen = sizes[0]["tree_size"]
@@ -193,6 +190,17 @@ def with_best_sizes(preset: Preset, trace: RankTrace, cost: StepCost, request: R
         sizes=tuple(sizes),
         predicted=_prediction(predicted),
     )
+
+
+_NEEDED = ("decoding", "backbone", "backbone_sha256", "heads", "heads_sha256", "heads_layout")
+
+
+def _provenance_of(trace: RankTrace) -> Section:
+    """Return the trace's provenance; raise TraceError when it does not name its models."""
+    missing = [key for key in (*_NEEDED, "data", "template_sha256") if key not in trace.provenance]
+    if missing:
+        raise TraceError(f"the trace does not say its {', '.join(missing)}; calibrate again")
+    return trace.provenance
 
 
 def _prediction(interval: Interval) -> Section:
@@ -206,6 +214,7 @@ def _prediction(interval: Interval) -> Section:
 
 
 def _grow(trace: RankTrace, request: Request) -> Ladder:
+    """Return the ladder of ``trace``, at least ``LADDER_SIZE`` long where there are paths."""
     model = MODELS[request.model](trace)
     return grow(model, max(request.tree_size, LADDER_SIZE), request.max_depth, request.max_ranks)
 

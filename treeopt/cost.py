@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,14 +47,18 @@ class StepCost:
     measured: bool = True
 
     def __post_init__(self) -> None:
+        if not self.times:
+            raise CostError("a step cost needs at least one measured situation")
         for batch, context in self.situations():
-            rows = self._rows(batch, context)
-            if rows[0].tree_size != 0 or len(rows) < 2:
+            sizes = [row.tree_size for row in self._rows(batch, context)]
+            if sizes[0] != 0 or len(sizes) < 2 or len(set(sizes)) < len(sizes):
                 raise CostError(
-                    f"batch {batch}, context {context} needs a plain step and one tree size"
+                    f"batch {batch}, context {context} needs a plain step and one tree size, "
+                    f"each once, not the sizes {sizes}"
                 )
-        if any(row.step_ms <= 0 for row in self.times):
-            raise CostError("step times must be above 0 ms")
+        for row in self.times:
+            if not 0 < row.step_ms < math.inf:
+                raise CostError(f"step times must be above 0 ms and finite, not {row.step_ms}")
 
     def situations(self) -> list[tuple[int, int]]:
         """Return the measured (batch, context) pairs, rising."""
@@ -112,7 +117,7 @@ class StepCost:
         try:
             times = tuple(StepTime(**row) for row in value["times"])
             return cls(times, dict(value["machine"]), bool(value["measured"]))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise CostError(f"{path} is damaged: {error}") from error
 
     def check_matches(self, expected: dict[str, Any]) -> None:

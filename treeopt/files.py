@@ -78,6 +78,8 @@ def read_json(path: str | Path, error: type[TreeoptError]) -> Any:
     except json.JSONDecodeError as cause:
         where = f"line {cause.lineno}, column {cause.colno}"
         raise error(f"{path} is not valid JSON ({where}): {cause.msg}") from cause
+    except (ValueError, RecursionError) as cause:  # an endless number, endless nesting
+        raise error(f"{path} is not usable JSON: {cause}") from cause
 
 
 def sha256_of_file(path: str | Path) -> str:
@@ -87,6 +89,18 @@ def sha256_of_file(path: str | Path) -> str:
         for block in iter(lambda: file.read(1 << 20), b""):
             digest.update(block)
     return digest.hexdigest()
+
+
+def sort_safetensors_header(path: str | Path) -> None:
+    """Put the header of a safetensors file in a fixed order; the writer's own is random."""
+    with open(path, "r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        text = json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        encoded = text.encode().ljust(length)
+        assert len(encoded) == length  # the same tokens in another order
+        file.seek(8)
+        file.write(encoded)
 
 
 def cache_dir() -> Path:

@@ -125,6 +125,7 @@ class Preset:
             whole = Tree.from_paths(self.ladder)
         except TreeError as error:
             raise PresetError(f"ladder: {error}") from error
+        _check_parents_first(self.ladder)
         if self.path_probs is not None and len(self.path_probs) != len(self.ladder):
             raise PresetError(
                 f"path_probs has {len(self.path_probs)} entries for {len(self.ladder)} paths"
@@ -142,10 +143,7 @@ class Preset:
     @cached_property
     def tree(self) -> Tree:
         """The tree that ``tree_size`` cuts from the ladder."""
-        try:
-            return Tree.from_paths(self.ladder[: self.tree_size - 1])
-        except TreeError as error:
-            raise PresetError(f"ladder is not parents-first: {error}") from error
+        return Tree.from_paths(self.ladder[: self.tree_size - 1])
 
     @property
     def node_probs(self) -> list[float] | None:
@@ -213,10 +211,10 @@ def parse_preset(text: str, source: str) -> Preset:
     """Return the preset in YAML ``text``; ``source`` names it in errors."""
     try:
         value = yaml.load(text, Loader=_SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
+    except _YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or type(error).__name__
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
         raise PresetError(f"{source} is broken YAML{where}: {problem}") from error
     try:
         return _from_value(value)
@@ -260,6 +258,17 @@ def _from_value(value: Any) -> Preset:
     )
 
 
+def _check_parents_first(ladder: tuple[TreePath, ...]) -> None:
+    """Raise PresetError unless every leading slice of ``ladder`` is a tree, as its whole is."""
+    seen: set[TreePath] = {()}
+    for path in ladder:
+        if path[:-1] not in seen:
+            raise PresetError(
+                f"ladder is not parents-first: {list(path)} comes before {list(path[:-1])}"
+            )
+        seen.add(path)
+
+
 def _is_paths(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(path, list) for path in value)
 
@@ -285,6 +294,10 @@ def _check_keys(where: str, section: Any, checks: dict[str, Check]) -> None:
             raise PresetError(f"{where}: {key} cannot be {value!r}")
 
 
+# PyYAML's own constructors let the latter four escape for values such as ``!!int x``.
+_YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError)
+
+
 class _SafeLoader(yaml.SafeLoader):
     """A safe loader that refuses repeated keys and aliases (which can grow without bound)."""
 
@@ -295,10 +308,13 @@ class _SafeLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} appears twice", node.start_mark
+                    None, None, f"the key {key.value!r} appears twice", key.start_mark
                 )
+            seen.add(key.value)
         return super().construct_mapping(node, deep)

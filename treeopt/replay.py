@@ -67,18 +67,30 @@ def replay(trace: RankTrace, tree: Tree) -> Replay:
         TreeError: the tree needs more heads or ranks than the trace has.
         TraceError: no document has a second token, so no step would run.
     """
-    tree.check_fits(trace.num_heads, trace.num_ranks)
-    accepted = accepted_at(trace, tree)
+    return walk(trace, accepted_at(trace, tree))
+
+
+def walk(trace: RankTrace, accepted: NDArray[np.int64]) -> Replay:
+    """Return the replay in which a step at position p accepts ``accepted[p]`` draft tokens.
+
+    Raises:
+        TraceError: no document has a second token, so no step would run.
+    """
     starts = step_starts(trace, accepted)
+    if not starts.any():
+        raise TraceError("no document has more than one token; there is nothing to replay")
     before = np.concatenate([[0], np.cumsum(starts)])
     steps = before[trace.doc_start[1:]] - before[trace.doc_start[:-1]]
-    if steps.sum() == 0:
-        raise TraceError("no document has more than one token; there is nothing to replay")
     return Replay(np.diff(trace.doc_start) - 1, steps, accepted[starts])
 
 
 def accepted_at(trace: RankTrace, tree: Tree) -> NDArray[np.int64]:
-    """Return int64 [P]: draft tokens a step at each position would accept with ``tree``."""
+    """Return int64 [P]: draft tokens a step at each position would accept with ``tree``.
+
+    Raises:
+        TreeError: the tree needs more heads or ranks than the trace has.
+    """
+    tree.check_fits(trace.num_heads, trace.num_ranks)
     # Row N and column R of the table absorb misses, so the walk needs no branches.
     size, num_ranks = tree.children.shape
     table = np.full((size + 1, trace.num_ranks + 1), size, dtype=np.int32)

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from treeopt.errors import TraceError
-from treeopt.files import replacing
+from treeopt.files import replacing, sort_safetensors_header
 
 SCHEMA = "treeopt.trace/1"
 MISSED = -1
@@ -111,7 +111,7 @@ class RankTrace:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the trace as safetensors, whole or not at all."""
+        """Write the trace as safetensors, whole or not at all; equal traces give equal bytes."""
         arrays = {
             "ranks": self.ranks,
             "probs": self.probs,
@@ -121,7 +121,9 @@ class RankTrace:
         }
         metadata = {"schema": SCHEMA, "provenance": json.dumps(self.provenance, sort_keys=True)}
         with replacing(path) as temporary:
-            save_file(arrays, temporary, metadata)
+            # safetensors would write the memory of a strided view, not its values.
+            save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, temporary, metadata)
+            sort_safetensors_header(temporary)
 
     @classmethod
     def load(cls, path: str | Path) -> RankTrace:
@@ -152,6 +154,11 @@ def concatenate(traces: Sequence[RankTrace]) -> RankTrace:
     """
     first = traces[0]
     for trace in traces[1:]:
+        if trace.probs.shape[1:] != first.probs.shape[1:]:
+            raise TraceError(
+                f"traces differ in heads and ranks: {first.probs.shape[1:]} and "
+                f"{trace.probs.shape[1:]}"
+            )
         for key in first.provenance.keys() | trace.provenance.keys():
             ours, theirs = first.provenance.get(key), trace.provenance.get(key)
             if ours != theirs:
@@ -168,6 +175,23 @@ def concatenate(traces: Sequence[RankTrace]) -> RankTrace:
 
 
 def _check(trace: RankTrace) -> None:
+    if not isinstance(trace.provenance, dict):
+        raise TraceError(f"provenance must be a mapping, not {trace.provenance!r}")
+    layout = {
+        "ranks": "i2",
+        "probs": "f3",
+        "target_probs": "f1",
+        "entropy": "f1",
+        "doc_start": "i1",
+    }
+    for name, expected_layout in layout.items():
+        array = getattr(trace, name)
+        if f"{array.dtype.kind}{array.ndim}" != expected_layout:
+            kind = "integers" if expected_layout[0] == "i" else "floats"
+            raise TraceError(
+                f"{name} is {array.dtype} {list(array.shape)}; it must hold {kind} "
+                f"in {expected_layout[1]} dimensions"
+            )
     positions, heads = trace.ranks.shape
     shapes = {
         "probs": (trace.probs.shape[:2], (positions, heads)),

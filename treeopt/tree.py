@@ -30,6 +30,7 @@ BoolArray = NDArray[np.bool_]
 ROOT = 0
 NO_PARENT = -1
 NO_CHILD = -1
+_MAX_RANK = 2**15 - 1  # a trace keeps ranks as int16
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,4 +157,6 @@ def _checked(path: Sequence[Any]) -> Path:
     for rank in ranks:
         if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or rank < 0:
             raise TreeError(f"path {list(ranks)} holds {rank!r}; ranks are whole numbers from 0")
+        if rank > _MAX_RANK:
+            raise TreeError(f"path {list(ranks)} holds a rank above {_MAX_RANK}")
     return tuple(int(rank) for rank in ranks)

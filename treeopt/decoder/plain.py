@@ -104,24 +104,29 @@ def answer_batch(
 ) -> Iterator[list[Answer]]:
     """Yield after every step the answers that ended in it, until all ``prompts`` are answered.
 
-    Greedy, all prompts in one batch, padded on the left. An answer ends with the end token or at
-    ``max_new_tokens``; rows that ended are dropped once they are a fifth of the batch, because
-    dropping copies the cache.
+    Greedy, all prompts in one batch, padded on the left. An answer ends where ``decode_plain``
+    ends it; rows that ended are dropped once they are a fifth of the batch, because dropping
+    copies the cache.
+
+    Raises:
+        DataError: a prompt is empty or leaves no room in the context.
     """
     device = backbone.device
-    longest = max(map(len, prompts))
-    cache = backbone.new_cache(longest + max_new_tokens)
+    limits = [room_for(backbone, prompt, max_new_tokens) for prompt in prompts]
+    longest, most = max(map(len, prompts)), max(limits)
+    cache = backbone.new_cache(longest + most)
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
     states = torch.empty(
-        (len(prompts), max_new_tokens, backbone.hidden_size), dtype=backbone.dtype, device=device
+        (len(prompts), most, backbone.hidden_size), dtype=backbone.dtype, device=device
     )
     visible = torch.zeros((len(prompts), 1, 1, cache.capacity), dtype=backbone.dtype, device=device)
     columns = torch.arange(cache.capacity, device=device)
     visible[(columns < padding[:, None])[:, None, None]] = backbone.masked
     rows = [Answer(prompt) for prompt in prompts]
+    last = backbone.context_length - 1
     hidden = _prefill_padded(backbone, cache, tokens, padding, visible)
-    for step in range(max_new_tokens):
+    for step in range(most):
         states[:, step] = hidden
         emitted = greedy(backbone.logits(hidden))
         ended = []
@@ -129,7 +134,7 @@ def answer_batch(
             answer = rows[row]
             if answer.hidden is None:
                 answer.tokens.append(token)
-                if token in backbone.eos_ids or step + 1 == max_new_tokens:
+                if token in backbone.eos_ids or step + 1 == limits[row]:
                     answer.hidden = states[row, : step + 1].clone()
                     ended.append(answer)
         yield ended
@@ -137,13 +142,13 @@ def answer_batch(
         if not live:
             return
         if len(live) <= _COMPACT_BELOW * len(rows):
-            rows = [rows[row] for row in live]
+            rows, limits = [rows[row] for row in live], [limits[row] for row in live]
             keep = torch.tensor(live, device=device)
             cache.select(keep)
             emitted, padding, visible, states = (
                 tensor[keep] for tensor in (emitted, padding, visible, states)
             )
-        position = (cache.length - padding)[:, None]
+        position = (cache.length - padding)[:, None].clamp(max=last)  # of rows that ended, too
         mask = visible[..., : cache.length + 1]
         hidden = backbone.forward(emitted[:, None], cache, position, mask)[:, -1]
 

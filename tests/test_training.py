@@ -1,0 +1,420 @@
+"""Self-distillation and head training on tiny models."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from tiny import (
+    CONTEXT,
+    PROMPTS,
+    TEMPLATE,
+    VOCAB,
+    dataset_of,
+    own_answers,
+    plain_answer,
+    random_heads,
+    shared_backbone,
+    tiny_backbone,
+    with_eos,
+)
+from torch import Tensor
+from torch.nn import functional
+
+from calibration.data import held_out_prompts, read_dataset, shipped_prompts
+from calibration.synthetic import training_prompts
+from treeopt.errors import DataError
+from treeopt.models.backbone import Backbone
+from treeopt.models.heads import OWN, SHARED, MedusaHeads, load_heads
+from treeopt.training.distill import Distilled, distill, read_distilled
+from treeopt.training.run import train_heads
+from treeopt.training.train import (
+    DECAY,
+    States,
+    _FrozenCrossEntropy,
+    compute_states,
+    concatenate,
+    train,
+)
+
+# The loss
+
+
+def random_states(rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return states [rows, 12], a projection [VOCAB, 12] and targets [rows]."""
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(rows, 12, generator=generator).requires_grad_(True),
+        torch.randn(VOCAB, 12, generator=generator),
+        torch.randint(VOCAB, (rows,), generator=generator),
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 7, 256, 700])
+def test_frozen_cross_entropy_equals_torchs(rows):
+    states, weight, targets = random_states(rows)
+    expected = functional.cross_entropy(states @ weight.T, targets)
+    (expected_gradient,) = torch.autograd.grad(0.7 * expected, states)
+    loss = _FrozenCrossEntropy.apply(states, weight, targets)
+    (gradient,) = torch.autograd.grad(0.7 * loss, states)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_frozen_cross_entropy_leaves_the_projection_as_it_is():
+    states, weight, targets = random_states(9)
+    before, weight = weight.clone(), weight.requires_grad_(True)
+    _FrozenCrossEntropy.apply(states, weight, targets).backward()
+    assert torch.equal(weight.detach(), before)
+    assert weight.grad is None
+
+
+def test_frozen_cross_entropy_survives_large_logits():
+    states, weight, targets = random_states(5)
+    large = (states.detach() * 1000).requires_grad_(True)
+    loss = _FrozenCrossEntropy.apply(large, weight, targets)
+    loss.backward()
+    torch.testing.assert_close(loss, functional.cross_entropy(large @ weight.T, targets))
+    assert torch.isfinite(large.grad).all()
+
+
+def test_frozen_cross_entropy_of_a_bfloat16_projection_is_close():
+    states, weight, targets = random_states(300)
+    expected = functional.cross_entropy(states @ weight.T, targets)
+    (expected_gradient,) = torch.autograd.grad(expected, states)
+    loss = _FrozenCrossEntropy.apply(states, weight.bfloat16(), targets)
+    loss.backward()
+    assert states.grad.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(states.grad, expected_gradient, rtol=0.05, atol=3e-4)
+
+
+# States and targets
+
+
+ENDING = (3, 28)
+
+
+def answered(num_prompts: int = 6) -> list[Distilled]:
+    """Return answers of unlike length: some end, some are cut."""
+    return own_answers(with_eos(shared_backbone(), *ENDING), PROMPTS[:num_prompts], 12)
+
+
+def test_head_k_learns_the_token_k_places_after_the_emitted_one():
+    rows = answered()
+    assert len({len(row.answer) for row in rows}) > 2
+    hidden, expected = [], []
+    for row in rows:
+        with torch.inference_mode():
+            cache = shared_backbone().new_cache(99)
+            states = shared_backbone().forward(torch.tensor([row.prompt + row.answer]), cache)[0]
+        for place, emitted in enumerate(row.answer):
+            state = states[len(row.prompt) - 1 + place]
+            assert int(shared_backbone().logits(state).argmax()) == emitted
+            targets = []
+            for head in (1, 2, 3):
+                after = place + head
+                targets.append(row.answer[after] if after < len(row.answer) else -1)
+            hidden.append(state)
+            expected.append(targets)
+    found = concatenate(list(compute_states(shared_backbone(), rows, 3)))
+    assert len(found.hidden) == len(found.targets) == sum(len(row.answer) for row in rows)
+    distance, same = torch.cdist(found.hidden, torch.stack(hidden)).min(1)
+    assert distance.max() < 1e-2
+    assert sorted(same.tolist()) == list(range(len(hidden)))
+    assert found.targets.tolist() == [expected[index] for index in same.tolist()]
+
+
+def test_batches_of_states_change_nothing():
+    rows = answered()
+    whole = list(compute_states(shared_backbone(), rows, 2))
+    parts = list(compute_states(shared_backbone(), rows, 2, batch_tokens=40))
+    assert len(whole) == 1
+    assert len(parts) > 2
+    torch.testing.assert_close(
+        concatenate(parts).hidden, concatenate(whole).hidden, rtol=1e-3, atol=1e-3
+    )
+    assert torch.equal(concatenate(parts).targets, concatenate(whole).targets)
+
+
+def test_nothing_to_train_on_is_refused():
+    assert list(compute_states(shared_backbone(), [], 2)) == []
+    with pytest.raises(DataError, match="there are no answers to train on"):
+        concatenate([])
+
+
+# Training
+
+
+def trained(
+    heads: MedusaHeads, states: States, epochs: int, learning_rate: float = 0.02, **options: int
+) -> list[Any]:
+    settings = {"batch_size": 64, "seed": 0, **options}
+    return list(
+        train(heads, states, states, epochs=epochs, learning_rate=learning_rate, **settings)
+    )
+
+
+def some_states(num_heads: int = 3) -> States:
+    rows = own_answers(shared_backbone(), PROMPTS[:4], 30)
+    return concatenate(list(compute_states(shared_backbone(), rows, num_heads)))
+
+
+@pytest.mark.parametrize("layout", [SHARED, OWN])
+def test_training_lowers_the_loss_and_raises_every_heads_rate(layout):
+    states = some_states()
+    heads = random_heads(shared_backbone(), 3, layout)
+    projections = [heads.frozen_projection(head).clone() for head in (1, 2, 3)]
+    epochs = trained(heads, states, 25)
+    assert [epoch.number for epoch in epochs] == list(range(1, 26))
+    assert epochs[-1].loss < 0.6 * epochs[0].loss
+    for head in range(3):
+        assert epochs[-1].top1[head] > epochs[0].top1[head] + 0.2
+        assert epochs[-1].top5[head] >= epochs[-1].top1[head]
+    for head in (1, 2, 3):
+        assert torch.equal(heads.frozen_projection(head), projections[head - 1])
+
+
+def test_loss_is_the_decayed_sum_of_the_heads_losses():
+    states = some_states()
+    heads = random_heads(shared_backbone(), 3)
+    (epoch,) = trained(heads, states, 1, learning_rate=0.0, batch_size=len(states.targets))
+    expected = 0.0
+    for head in (1, 2, 3):
+        scored = states.targets[:, head - 1] >= 0
+        assert not scored.all()
+        logits = heads.project(head, heads.hidden(head, states.hidden[scored]))
+        loss = functional.cross_entropy(logits, states.targets[scored, head - 1])
+        expected += 0.8**head * loss.item()
+    assert DECAY == 0.8
+    assert epoch.loss == pytest.approx(expected, rel=1e-4)
+
+
+def test_rates_are_counted_on_the_held_out_answers():
+    states, held_out = some_states(), States(*(t[:40] for t in vars(some_states()).values()))
+    heads = random_heads(shared_backbone(), 3)
+    *_, epoch = train(heads, states, held_out, epochs=3, learning_rate=0.02, batch_size=64, seed=0)
+    for head in (1, 2, 3):
+        hits = {1: 0, 5: 0}
+        scored = 0
+        for hidden, targets in zip(held_out.hidden, held_out.targets.tolist(), strict=True):
+            if targets[head - 1] >= 0:
+                best = heads.project(head, heads.hidden(head, hidden)).topk(5).indices.tolist()
+                scored += 1
+                hits[1] += targets[head - 1] == best[0]
+                hits[5] += targets[head - 1] in best
+        assert epoch.top1[head - 1] == pytest.approx(hits[1] / scored)
+        assert epoch.top5[head - 1] == pytest.approx(hits[5] / scored)
+
+
+def test_the_seed_fixes_the_result():
+    states = some_states()
+    results = []
+    for seed in (0, 0, 1):
+        heads = random_heads(shared_backbone(), 2)
+        trained(heads, States(states.hidden, states.targets[:, :2]), 2, seed=seed)
+        results.append(heads.blocks[0][0].linear.weight.detach().clone())
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+# Distillation
+
+
+CHATS = [prompt.messages for prompt in dataset_of(PROMPTS[:10]).prompts]
+
+
+def distilled(out: Path, backbone: Backbone | None = None, **options: Any) -> list[tuple[int, int]]:
+    seen: list[tuple[int, int]] = []
+    settings = {"max_new_tokens": 12, "batch_size": 4, **options}
+    distill(
+        backbone or with_eos(shared_backbone(), *ENDING),
+        settings.pop("conversations", CHATS),
+        out,
+        on_answers=lambda *counts: seen.append(counts),
+        **settings,
+    )
+    return seen
+
+
+def test_distill_writes_the_backbones_own_answers(tmp_path):
+    out = tmp_path / "new" / "answers.jsonl"
+    seen = distilled(out)
+    conditions, rows = read_distilled(out)
+    backbone = with_eos(shared_backbone(), *ENDING)
+    assert conditions["backbone_sha256"] == backbone.sha256
+    assert conditions["max_new_tokens"] == 12
+    assert {tuple(row.prompt) for row in rows} == {tuple(prompt) for prompt in PROMPTS[:10]}
+    for row in rows:
+        assert row.answer == plain_answer(backbone, row.prompt, 12)
+    assert [sum(column) for column in zip(*seen, strict=True)] == [
+        10,
+        sum(len(row.answer) for row in rows),
+    ]
+    first = json.loads(out.read_text().splitlines()[1])
+    assert first["messages"][-1] == {
+        "role": "assistant",
+        "content": " ".join(f"t{token}" for token in first["answer_ids"]),
+    }
+    assert read_dataset(out).prompts[0].answer_ids == first["answer_ids"]
+
+
+def test_distill_goes_on_where_a_kill_stopped_it(tmp_path):
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    distilled(whole)
+    text = whole.read_text()
+    lines = text.splitlines(keepends=True)
+    for keep in (
+        len(text) - 1,
+        len("".join(lines[:6])) - 20,
+        len("".join(lines[:3])),
+        len(lines[0]),
+    ):
+        cut.write_text(text[:keep])
+        remaining = 11 - text[:keep].count("\n")
+        assert sum(answers for answers, _ in distilled(cut)) == remaining
+        assert sorted(cut.read_text().splitlines()) == sorted(text.splitlines())
+    assert distilled(cut) == []
+
+
+def test_distill_answers_a_repeated_prompt_once(tmp_path):
+    out = tmp_path / "answers.jsonl"
+    assert sum(a for a, _ in distilled(out, conversations=[*CHATS[:2], CHATS[0]])) == 2
+    assert sum(a for a, _ in distilled(out, conversations=CHATS[:3])) == 1
+    assert len(out.read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("change", ["limit", "backbone", "template"])
+def test_distill_refuses_a_file_made_under_other_conditions(tmp_path, change):
+    out = tmp_path / "answers.jsonl"
+    distilled(out)
+    before = out.read_bytes()
+    backbone, options = tiny_backbone(eos=ENDING), {}
+    if change == "limit":
+        options = {"max_new_tokens": 13}
+    elif change == "backbone":
+        backbone = tiny_backbone(seed=1)
+    else:
+        backbone.tokenizer.chat_template = TEMPLATE + " "
+    with pytest.raises(DataError, match=f"^{out} was made under other conditions; this run has"):
+        distilled(out, backbone, **options)
+    assert out.read_bytes() == before
+    out.write_text("my notes\n")
+    with pytest.raises(DataError, match="other conditions"):
+        distilled(out)
+    assert out.read_text() == "my notes\n"
+
+
+def test_distill_refuses_a_prompt_that_does_not_fit_before_it_answers_any(tmp_path):
+    out = tmp_path / "answers.jsonl"
+    long = [{"role": "user", "content": "t5 " * CONTEXT}]
+    with pytest.raises(DataError, match=f"{CONTEXT + 2} tokens; the context holds {CONTEXT}"):
+        distilled(out, conversations=[*CHATS, long])
+    assert len(out.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}\n",
+        '{"prompt": "a"}\n',
+        "no json\n",
+        '{"distilled": {}}\n{"prompt_ids": []}\n',
+        "[]\n",
+    ],
+)
+def test_other_files_are_not_read_as_answers(tmp_path, text):
+    path = tmp_path / "x.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"was not written by `treeopt distill`"):
+        read_distilled(path)
+
+
+# Prompts to train on
+
+
+def test_training_prompts_are_distinct_and_fixed_by_the_seed():
+    first, again = list(islice(training_prompts(), 3000)), list(islice(training_prompts(0), 3000))
+    assert first == again
+    assert len(set(first)) == 3000
+    assert list(islice(training_prompts(1), 50)) != first[:50]
+    assert not any("{" in prompt or "}" in prompt for prompt in first)
+    assert all(prompt == prompt.strip() and prompt for prompt in first)
+    for path in (shipped_prompts(), held_out_prompts()):
+        known = {prompt.messages[0]["content"] for prompt in read_dataset(path).prompts}
+        assert known.isdisjoint(first)
+
+
+# From files of answers to a checkpoint
+
+
+def run(
+    files: list[Path], out: Path, backbone: Backbone | None = None, **options: Any
+) -> list[str]:
+    messages: list[str] = []
+    settings = {
+        "num_heads": 2,
+        "num_blocks": 2,
+        "own_lm_head": False,
+        "epochs": 2,
+        "learning_rate": 0.02,
+        "batch_size": 32,
+        "held_out": 0.2,
+        "seed": 0,
+        **options,
+    }
+    train_heads(backbone or shared_backbone(), files, out, on_message=messages.append, **settings)
+    return messages
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_train_heads_writes_a_checkpoint_that_loads(tmp_path, own):
+    answers, more, out = (
+        tmp_path / "a.jsonl",
+        tmp_path / "b.jsonl",
+        tmp_path / "x" / "heads.safetensors",
+    )
+    distilled(answers, shared_backbone())
+    distilled(more, shared_backbone(), conversations=CHATS[:2])
+    messages = run([answers, more], out, own_lm_head=own)
+    assert messages[0] == f"computing states of {12 * 12} answer tokens"
+    assert [message.split(":")[0] for message in messages[1:]] == ["epoch 1", "epoch 2"]
+    heads = load_heads(out, shared_backbone())
+    assert (heads.num_heads, heads.num_blocks) == (2, 2)
+    assert heads.layout == (OWN if own else SHARED)
+    assert any(block.abs().max() > 0 for block in heads.blocks.parameters())
+    with safe_open(out, "pt") as file:
+        metadata = file.metadata()
+    assert metadata["backbone_sha256"] == shared_backbone().sha256
+    assert (metadata["answers"], metadata["tokens"], metadata["epoch"]) == ("10", "120", "2")
+
+
+def test_train_heads_is_deterministic(tmp_path):
+    answers = tmp_path / "a.jsonl"
+    distilled(answers, shared_backbone())
+    for name in "xy":
+        run([answers], tmp_path / name)
+    assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
+
+
+def test_train_heads_refuses_the_answers_of_another_backbone(tmp_path):
+    answers, out = tmp_path / "a.jsonl", tmp_path / "heads.safetensors"
+    distilled(answers, shared_backbone())
+    with pytest.raises(DataError, match=r"a\.jsonl holds the answers of tiny-llama-0, not these"):
+        run([answers], out, tiny_backbone(seed=1))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("number", "held_out"), [(0, 0.2), (1, 0.2), (2, 1.0)])
+def test_train_heads_refuses_too_few_answers(tmp_path, number, held_out):
+    answers, out = tmp_path / "a.jsonl", tmp_path / "heads.safetensors"
+    distilled(answers, shared_backbone(), conversations=CHATS[:number])
+    with pytest.raises(DataError, match=f"^{number} answers are too few to train on"):
+        run([answers], out, held_out=held_out)
+    assert not out.exists()
