@@ -2,26 +2,26 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# One single-threaded process per core: threads of several torch processes would fight.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check lint format bench clean
 
 demo: $(READY)
 	$(BIN)/treeopt demo
 
-test: $(READY)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/pytest
+test: lint
+	$(PYTEST)
 
-check: $(READY)
+check: lint
+	$(PYTEST) -m "not slow"
+
+lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -m "not slow"
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -372,10 +372,9 @@ def distill(
 @click.option("--out", type=click.Path(path_type=Path), default="heads.safetensors")
 @model_options
 @click.option("--num-heads", type=click.IntRange(min=1), default=4, show_default=True)
-@click.option("--num-blocks", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--own-lm-head", is_flag=True, help="Give every head a projection of its own.")
-@click.option("--epochs", type=click.IntRange(min=1), default=4, show_default=True)
-@click.option("--learning-rate", type=float, default=1e-3, show_default=True)
+@click.option("--num-blocks", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--epochs", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--learning-rate", type=float, default=3e-3, show_default=True)
 @click.option("--batch-size", type=click.IntRange(min=1), default=1024, show_default=True)
 @click.option("--held-out", type=click.FloatRange(0, 0.5, min_open=True), default=0.03)
 @click.option("--seed", type=int, default=0, show_default=True)

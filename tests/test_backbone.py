@@ -365,6 +365,7 @@ def test_gguf_becomes_the_same_model_with_its_own_tokenizer(tmp_path, cache, mon
         assert torch.equal(found[name], tensor.bfloat16().float()), name
     assert loaded.eos_ids == {0}
     assert loaded.context_length == 192
+    assert loaded.tokenizer.eos_token == "<end>"
     assert loaded.tokenizer("<user>AB1!<end>")["input_ids"] == [1, 60, 18, 2, 0]
     assert loaded.encode([{"role": "user", "content": "1"}]) == [1, 18]
     assert len(entries(cache)) == 1

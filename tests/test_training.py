@@ -361,7 +361,6 @@ def run(
     settings = {
         "num_heads": 2,
         "num_blocks": 2,
-        "own_lm_head": False,
         "epochs": 2,
         "learning_rate": 0.02,
         "batch_size": 32,
@@ -373,8 +372,7 @@ def run(
     return messages
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_train_heads_writes_a_checkpoint_that_loads(tmp_path, own):
+def test_train_heads_writes_a_checkpoint_that_loads(tmp_path):
     answers, more, out = (
         tmp_path / "a.jsonl",
         tmp_path / "b.jsonl",
@@ -382,12 +380,12 @@ def test_train_heads_writes_a_checkpoint_that_loads(tmp_path, own):
     )
     distilled(answers, shared_backbone())
     distilled(more, shared_backbone(), conversations=CHATS[:2])
-    messages = run([answers, more], out, own_lm_head=own)
+    messages = run([answers, more], out)
     assert messages[0] == f"computing states of {12 * 12} answer tokens"
     assert [message.split(":")[0] for message in messages[1:]] == ["epoch 1", "epoch 2"]
     heads = load_heads(out, shared_backbone())
     assert (heads.num_heads, heads.num_blocks) == (2, 2)
-    assert heads.layout == (OWN if own else SHARED)
+    assert heads.layout == SHARED
     assert any(block.abs().max() > 0 for block in heads.blocks.parameters())
     with safe_open(out, "pt") as file:
         metadata = file.metadata()

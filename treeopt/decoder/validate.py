@@ -18,7 +18,7 @@ from treeopt.report import DecodedPrompt, DecodeReport, Mismatch
 
 # Rounding differs between one row and many. A near-tie is a gap of at most this many units in the
 # last place of the logit, for the dtype in use.
-NEAR_TIE_ULPS = 8
+NEAR_TIE_ULPS = 4
 
 
 def validate(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from treeopt.errors import DataError
 from treeopt.models.backbone import Backbone
-from treeopt.models.heads import OWN, SHARED, MedusaHeads
+from treeopt.models.heads import SHARED, MedusaHeads
 from treeopt.training.distill import Distilled, read_distilled
 from treeopt.training.train import compute_states, concatenate, train
 
@@ -20,7 +20,6 @@ def train_heads(
     *,
     num_heads: int,
     num_blocks: int,
-    own_lm_head: bool,
     epochs: int,
     learning_rate: float,
     batch_size: int,
@@ -45,7 +44,7 @@ def train_heads(
     on_message(f"computing states of {sum(len(row.answer) for row in rows)} answer tokens")
     scored = concatenate(list(compute_states(backbone, rows[:cut], num_heads)))
     learned = concatenate(list(compute_states(backbone, rows[cut:], num_heads)))
-    heads = MedusaHeads(num_heads, num_blocks, backbone, OWN if own_lm_head else SHARED)
+    heads = MedusaHeads(num_heads, num_blocks, backbone, SHARED)
     for epoch in train(
         heads,
         learned,
