@@ -23,6 +23,7 @@ from treeopt.files import sha256_of_file
 from treeopt.models import embedded
 from treeopt.models.cache import KVCache
 from treeopt.models.gguf import convert_gguf
+from treeopt.models.packed import packed_twin
 from treeopt.provenance import library_versions
 
 Message = dict[str, str]
@@ -33,6 +34,7 @@ class Backbone:
     """A loaded model, its tokenizer, and the few facts about them that decoding needs.
 
     ``id`` is what the user named; ``sha256`` identifies the weights and goes into presets.
+    ``packed`` is a faster twin of ``model``, see ``treeopt.models.packed``.
     """
 
     id: str
@@ -40,6 +42,12 @@ class Backbone:
     model: Any
     tokenizer: Any
     eos_ids: frozenset[int]
+    packed: Any = None
+
+    @property
+    def runner(self) -> Any:
+        """What computes: the packed twin of ``model`` where there is one."""
+        return self.model if self.packed is None else self.packed
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +85,7 @@ class Backbone:
             "device": _device_name(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
+            "linear_layers": "as loaded" if self.packed is None else "packed",
             "backbone": self.id,
             "backbone_sha256": self.sha256,
             **library_versions(),
@@ -99,12 +108,12 @@ class Backbone:
         mask: additive [B or 1, 1, n, cache.length + n], 0 where visible; by default causal.
         """
         return cache.run(
-            self.model.base_model, input_ids, position_ids=position_ids, attention_mask=mask
+            self.runner.base_model, input_ids, position_ids=position_ids, attention_mask=mask
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final hidden states [..., d], scaled as the model does."""
-        logits = self.lm_head(hidden)
+        logits = self.runner.get_output_embeddings()(hidden)
         config = self.model.config
         if scale := getattr(config, "logit_scale", None):  # Cohere
             logits = logits * scale
@@ -162,7 +171,8 @@ def load_backbone(
     with _explained(f"cannot load the tokenizer of {spec}"):
         tokenizer = AutoTokenizer.from_pretrained(source)
     model = model.to(chosen_device).eval().requires_grad_(False)
-    backbone = Backbone(spec, _digest(source), model, tokenizer, _eos_ids(model, tokenizer))
+    eos_ids = _eos_ids(model, tokenizer)
+    backbone = Backbone(spec, _digest(source), model, tokenizer, eos_ids, packed_twin(model))
     check_rows(backbone)
     return backbone
 
