@@ -97,7 +97,13 @@ def show_build(preset: Preset, out: str, as_json: bool) -> None:
         value["replayed_acceptance_length"] = predicted["acceptance_length"]
     if preset.sizes:
         value["sizes"] = list(preset.sizes)
-    emit(as_json, value, [{k: v for k, v in value.items() if k != "sizes"}], preset.name)
+    row = {
+        "rows": preset.tree_size,
+        "depth": preset.tree.depth,
+        "expected": value["expected_acceptance_length"],
+        "predicted acceptance length": _predicted(predicted),
+    }
+    emit(as_json, value, [row], f"{preset.name} -> {out}")
 
 
 def show_report(preset: Preset, report: DecodeReport, as_json: bool) -> None:
