@@ -25,8 +25,8 @@ def test_all_is_sorted_and_complete() -> None:
 def test_files_that_documents_name_exist(document: Path) -> None:
     named = re.findall(r"`([\w./-]+/[\w.-]*|[\w/-]+\.(?:py|md|yaml|jsonl))`", document.read_text())
     places = [ROOT, ROOT / "treeopt", ROOT / "calibration", ROOT / "presets"]
-    made = {"calibration.safetensors", "answers.jsonl", "report.html", "treeopt-demo/"}
-    for name in set(named) - made:
+    elsewhere = {"answers.jsonl", "treeopt-demo/", "assets/medusa_acc.csv"}  # made, or Medusa's
+    for name in set(named) - elsewhere:
         if name.startswith(("presets/vicuna", "alpaca")):
             continue  # what the user writes
         assert any((place / name).exists() for place in places), f"{document.name} names {name}"
