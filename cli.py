@@ -399,7 +399,7 @@ def demo(out: Path, as_json: bool, **models: str | None) -> None:
     from calibration.demo import run_demo
 
     result = run_demo(*load_models(**models), out, progress, warn)
-    write_html(result.preset, out / "report.html", result.curve)
+    write_html(result.preset, out / "report.html", [point.as_dict() for point in result.curve])
     console.show_report(result.preset, result.report, as_json)
     click.echo(f"preset, picture and report are in {out}/", err=True)
 
@@ -500,7 +500,7 @@ def parse_budget(budget: str) -> int:
     return rows
 
 
-def write_html(preset: Preset, out: Path, curve: Any = None) -> None:
+def write_html(preset: Preset, out: Path, curve: list[dict[str, float]] | None = None) -> None:
     """Write the report of a preset as one HTML page."""
     from treeopt.draw import as_svg
     from treeopt.files import write_text

@@ -165,6 +165,23 @@ def test_distill_then_train_gives_heads_that_load(
     assert RankTrace.load("calibration.safetensors").num_documents == 6
 
 
+def test_demo_leaves_preset_picture_and_report(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from calibration import demo
+
+    backbone = tiny.tiny_backbone(max_position_embeddings=1024)
+    heads = tiny.random_heads(backbone)
+    monkeypatch.setattr(cli, "load_models", lambda **names: (backbone, heads))
+    small = {"NUM_PROMPTS": 6, "NUM_TOKENS": 12, "CONTEXT": 32, "ROUNDS": 1, "NUM_HELD_OUT": 2}
+    for name, value in small.items():
+        monkeypatch.setattr(demo, name, value)
+    measured = json.loads(done("demo", "--json").stdout)
+    assert measured["equal"] is True
+    left = {"calibration.safetensors", "cost.json", "preset.yaml", "report.html", "tree.svg"}
+    assert {file.name for file in (here / "treeopt-demo").iterdir()} == left
+    assert load_preset("treeopt-demo/preset.yaml").measured[0]["documents"] == 2
+    assert "Choice of tree size" in (here / "treeopt-demo/report.html").read_text()
+
+
 # Output.
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +45,10 @@ class SizePoint:
     def tokens_per_s(self) -> float:
         """Replayed tokens per step over measured time per step."""
         return 1000 * self.acceptance_length / self.step_ms
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the point for a report."""
+        return {**asdict(self), "tokens_per_s": self.tokens_per_s}
 
 
 def held_out_replays(
