@@ -17,6 +17,7 @@ import click
 from treeopt import console
 from treeopt.console import emit, progress, warn
 from treeopt.errors import TableError, TraceError, TreeoptError
+from treeopt.models.embedded import NAME as DEFAULT_BACKBONE
 
 if TYPE_CHECKING:
     from treeopt.models.backbone import Backbone
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from treeopt.preset import Preset
     from treeopt.trace import RankTrace
 
-DEFAULT_BACKBONE = "smollm2-135m"
 DEFAULT_TRACE = "calibration.safetensors"
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -40,7 +40,7 @@ class Group(click.Group):
         except TreeoptError as error:
             fail(str(error))
         except KeyboardInterrupt:
-            fail("interrupted; files are as they were before")
+            fail("interrupted; no file is left half-written")
         except OSError as error:
             fail(f"{error.filename or 'a file'}: {error.strerror or error}")
         except MemoryError:

@@ -52,7 +52,10 @@ def write_text(path: str | Path, text: str) -> None:
 
 def read_text(path: str | Path, error: type[TreeoptError]) -> str:
     """Return the UTF-8 text of ``path``; raise ``error`` with the reason when that fails."""
-    return _decode(path, read_bytes(path, error), error)
+    try:
+        return read_bytes(path, error).decode("utf-8")
+    except UnicodeDecodeError as cause:
+        raise error(f"{path} is not UTF-8 text (byte {cause.start})") from cause
 
 
 def read_bytes(path: str | Path, error: type[TreeoptError]) -> bytes:
@@ -61,13 +64,6 @@ def read_bytes(path: str | Path, error: type[TreeoptError]) -> bytes:
         return Path(path).read_bytes()
     except OSError as cause:
         raise error(f"cannot read {path}: {cause.strerror or cause}") from cause
-
-
-def _decode(path: str | Path, data: bytes, error: type[TreeoptError]) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as cause:
-        raise error(f"{path} is not UTF-8 text (byte {cause.start})") from cause
 
 
 def read_json(path: str | Path, error: type[TreeoptError]) -> Any:
