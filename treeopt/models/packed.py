@@ -1,8 +1,9 @@
-"""Linear layers whose bfloat16 weights are laid out for the CPU's matrix unit once.
+"""Linear layers whose weights are laid out for the CPU's vector or matrix unit once.
 
-Without this, every call of a bfloat16 linear layer on a CPU rearranges its weight first, which
-costs a third of a decode step. The layers live in a twin of the model that shares its parameters,
-so the original stays as transformers made it.
+Without this, every call of a linear layer on a CPU rearranges its weight first, or runs a kernel
+made for many rows: a third of a decode step in bfloat16 with a matrix unit, and as much in float32
+without one. The layers live in a twin of the model that shares its parameters, so the original
+stays as transformers made it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,10 @@ _ROWS = 16  # the number of rows that the layout is chosen for
 def packed_twin(model: Any) -> Any:
     """Return a twin of ``model`` with packed linear layers, or None where that cannot be.
 
-    Packing needs a CPU, bfloat16 weights and a torch build with oneDNN. It costs the memory of
-    the linear layers' weights once more.
+    Packing needs a CPU, a torch build with oneDNN, and weights in float32 or in a bfloat16 that
+    oneDNN computes with on this CPU. It costs the memory of the linear layers' weights once more.
     """
-    onednn = torch.backends.mkldnn.is_available() and hasattr(
-        torch.ops.mkldnn, "_reorder_linear_weight"
-    )
-    if not onednn or model.device.type != "cpu" or model.dtype != torch.bfloat16:
+    if model.device.type != "cpu" or not _can_pack(model.dtype):
         return None
     shared = [*model.parameters(), *model.buffers()]
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
@@ -44,6 +42,15 @@ class PackedLinear(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Return [..., out] for ``hidden`` [..., in]."""
         return torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, "none", [], "")
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    onednn = torch.ops.mkldnn
+    if not torch.backends.mkldnn.is_available() or not hasattr(onednn, "_reorder_linear_weight"):
+        return False
+    if dtype == torch.bfloat16:  # needs AVX-512 or newer; others raise
+        return bool(onednn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
 
 
 def _pack(module: nn.Module) -> None:
