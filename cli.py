@@ -254,6 +254,9 @@ def compare(preset_names: tuple[str, str], calibration: Path | None, as_json: bo
 @model_options
 @new_tokens_option
 @click.option("--write", is_flag=True, help="Append the result to the preset file.")
+@click.option(
+    "--debug-mismatch", is_flag=True, help="Explain the first difference, near-tie or not."
+)
 @json_option
 def validate(
     preset_name: str,
@@ -261,6 +264,7 @@ def validate(
     limit: int,
     max_new_tokens: int,
     write: bool,
+    debug_mismatch: bool,
     as_json: bool,
     **models: str | None,
 ) -> None:
@@ -271,6 +275,7 @@ def validate(
     preset = load_preset(preset_name)
     if write and not Path(preset_name).is_file():
         raise click.UsageError("--write needs a preset file, not a shipped preset's name")
+    explanations: list[str] = []
     with progress("decoding", limit) as advance:
         report, dataset = run_validation(
             preset,
@@ -279,7 +284,10 @@ def validate(
             limit=limit,
             max_new_tokens=max_new_tokens,
             on_prompt=lambda: advance(1, 0),
+            on_mismatch=explanations.append if debug_mismatch else None,
         )
+    for explanation in explanations:
+        click.echo(explanation, err=True)
     if write:
         preset.with_measured(measured_section(report, dataset)).save(preset_name)
     console.show_report(preset, report, as_json)
@@ -312,13 +320,31 @@ def show(preset_name: str, out: Path | None) -> None:
 @click.option("--preset", "preset_name", required=True, help="Preset file or shipped name.")
 @model_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True)
-def generate(prompt: str, preset_name: str, max_new_tokens: int, **models: str | None) -> None:
+@click.option("--temperature", type=float, help="0 is greedy.  [default: the preset's rule]")
+@click.option("--top-p", type=float, help="With --temperature: sample from this mass only.")
+@click.option("--top-k", type=int, help="With --temperature: sample from this many tokens only.")
+@click.option("--seed", type=int, default=0, show_default=True)
+def generate(
+    prompt: str,
+    preset_name: str,
+    max_new_tokens: int,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    seed: int,
+    **models: str | None,
+) -> None:
     """Stream the answer to PROMPT, decoded with a preset's tree."""
-    from treeopt.decoder.stream import TextStream
+    from treeopt.decoder.api import Decoder
+    from treeopt.decoder.rules import rule_from
     from treeopt.preset import load_preset
 
-    backbone, heads = load_models_of(preset := load_preset(preset_name), models)
-    stream = TextStream(backbone, heads, preset.tree, prompt, max_new_tokens)
+    preset = load_preset(preset_name)
+    rule = rule_from(decoding_section(preset, temperature, top_p=top_p, top_k=top_k))
+    if not rule.lossless:
+        warn(f"{rule.name} acceptance is lossy: answers differ from the backbone's own")
+    backbone, heads = load_models_of(preset, models)
+    stream = Decoder(preset, backbone, heads, rule=rule, seed=seed).stream(prompt, max_new_tokens)
     for piece in stream:
         click.echo(piece, nl=False)
     click.echo()
@@ -498,6 +524,20 @@ def parse_budget(budget: str) -> int:
     if rows < 1:
         raise TreeoptError(f"a budget of {rows} rows is too small; the root alone needs 1")
     return rows
+
+
+def decoding_section(
+    preset: Preset, temperature: float | None, **limits: float | None
+) -> dict[str, Any]:
+    """Return the preset's acceptance rule, or the sampling rule that the options ask for."""
+    given = {name: value for name, value in limits.items() if value is not None}
+    if temperature is None:
+        if given:
+            raise click.UsageError("--top-p and --top-k need --temperature")
+        return preset.decoding
+    if temperature == 0:
+        return {"rule": "greedy"}
+    return {"rule": "sampling", "temperature": temperature, **given}
 
 
 def write_html(preset: Preset, out: Path, curve: list[dict[str, float]] | None = None) -> None:

@@ -74,7 +74,7 @@ def _steps(
     backbone: Backbone, heads: MedusaHeads, sizes: Sequence[int], context: int
 ) -> dict[int, Callable[[], Any]]:
     """Return one call per tree size, 0 for plain decode, each a step after ``context`` tokens."""
-    cache = backbone.new_cache(context + max(sizes))
+    cache = backbone.new_cache(context + 1)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(backbone.vocab_size, (context,), generator=generator).tolist()
     with torch.inference_mode():
@@ -87,17 +87,22 @@ def _steps(
             hidden = backbone.forward(root.view(1, 1), cache)[0, -1]
             greedy(backbone.logits(hidden)).item()
 
-    def tree_step(decoder: TreeDecoder) -> Callable[[], None]:
-        def step() -> None:
-            cache.length = context
-            with torch.inference_mode():
-                decoder.step(cache, state, root, None)
-
-        return step
-
     decoders = {
         size: TreeDecoder(backbone, heads, profile_tree(size, heads.num_heads)) for size in sizes
     }
+    batch = decoders[max(sizes)].new_batch(context, 1)
+    with torch.inference_mode():
+        decoders[max(sizes)].fill(batch, 0, tokens, generator)
+
+    def tree_step(decoder: TreeDecoder) -> Callable[[], None]:
+        def step() -> None:
+            batch.cache.length = context
+            batch.cache.set_length(0, context)
+            with torch.inference_mode():
+                decoder.step(batch)
+
+        return step
+
     return {0: plain, **{size: tree_step(decoder) for size, decoder in decoders.items()}}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from calibration.data import Dataset, held_out_prompts, read_dataset
 from treeopt.decoder.plain import room_for
 from treeopt.decoder.tree import TreeDecoder
-from treeopt.decoder.validate import validate
+from treeopt.decoder.validate import explain_mismatch, validate
 from treeopt.models.backbone import Backbone
 from treeopt.models.heads import MedusaHeads
 from treeopt.preset import Preset, Section
@@ -26,11 +26,13 @@ def run_validation(
     limit: int,
     max_new_tokens: int,
     on_prompt: Callable[[], None] = lambda: None,
+    on_mismatch: Callable[[str], None] | None = None,
 ) -> tuple[DecodeReport, Dataset]:
     """Return what decoding the first ``limit`` prompts measured, and the prompts.
 
     Args:
         data: a prompt file; by default the held-out prompts that come with treeopt.
+        on_mismatch: called with an explanation of the first difference from plain decoding.
     """
     dataset = read_dataset(data or held_out_prompts(), limit)
     prompts = [backbone.encode(prompt.messages) for prompt in dataset.prompts]
@@ -40,6 +42,9 @@ def run_validation(
     report = validate(
         backbone, decoder, prompts, max_new_tokens=max_new_tokens, on_prompt=on_prompt
     )
+    if on_mismatch and report.mismatches:
+        first = min(report.mismatches, key=lambda m: (m.is_near_tie, m.document))
+        on_mismatch(explain_mismatch(decoder, prompts[first.document], first))
     return report, dataset
 
 

@@ -113,7 +113,10 @@ def test_json_has_the_promised_names(here: Path, models: None) -> None:
     others = {"tree_size", "acceptance_length", "num_accepted_mean", "equal", "first_mismatch"}
     others |= {"tokens_per_s", "plain_tokens_per_s", "generate_tokens_per_s", "near_ties"}
     others |= {"documents", "tokens", "device", "dtype", "threads"}
-    assert measured.keys() == ratios | bounds | others
+    details = {f"{phase}_ms" for phase in ("prefill", "draft", "verify", "accept", "gather")}
+    details |= {f"step_p{p}_ms" for p in (50, 95, 99)}
+    details |= {"outside_model_share", "accepted_by_depth", "stops_by_node"}
+    assert measured.keys() == ratios | bounds | others | details
 
 
 def test_profile_and_automatic_budget(here: Path, models: None) -> None:
@@ -405,12 +408,17 @@ def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_validate_fails_when_outputs_differ(
     here: Path, models: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from treeopt.decoder.rules import Accepted
     from treeopt.decoder.tree import TreeDecoder
 
     calibrated(here)
     done("build", "--budget", "5", "--out", "p.yaml")
     monkeypatch.setattr(  # a decoder that accepts the first child unseen
-        TreeDecoder, "accept", lambda self, tokens, predicted: tokens.new_tensor([0, 1])
+        TreeDecoder,
+        "accept",
+        lambda self, tokens, logits, *rest: Accepted(
+            tokens.new_tensor([1]), logits[:, 1].max(-1).indices
+        ),
     )
     result = run("validate", "p.yaml", "--data", "prompts.jsonl", "--json")
     assert result.exit_code == 1

@@ -25,9 +25,9 @@ from tiny import (
 )
 from torch import Tensor
 
-from treeopt.decoder.plain import answer_batch, decode_plain, like_length, prefill, room_for
+from treeopt.decoder.plain import answer_batch, decode_plain, like_length, room_for
 from treeopt.decoder.stream import TextStream
-from treeopt.decoder.tree import PHASES, StepLog, TreeDecoder
+from treeopt.decoder.tree import PHASES, Batch, StepLog, TreeDecoder
 from treeopt.errors import DataError, TreeError
 from treeopt.models.backbone import Backbone, check_rows
 from treeopt.models.heads import OWN, MedusaHeads
@@ -176,10 +176,18 @@ def test_phantom_acceptance_of_token_zero(name):
     assert zeros > 15
 
 
+def accepted_rows(tokens: Tensor, predicted: Tensor) -> list[int]:
+    """Return the rows of the example tree that greedy acceptance keeps."""
+    logits = torch.nn.functional.one_hot(predicted, VOCAB).float()
+    accepted = example_decoder().accept(tokens[None], logits[None])
+    assert int(accepted.next_token) == int(predicted[accepted.node])
+    return EXAMPLE.ancestor_mask[int(accepted.node)].nonzero()[0].tolist()
+
+
 def test_nothing_follows_a_short_leaf_when_the_backbone_wants_token_zero():
     tokens = torch.tensor([9, 5, 6, 7, 8, 4])
     predicted = torch.tensor([6, 0, 0, 0, 0, 0])  # node 2, a leaf at depth 1, then 0 for ever
-    assert example_decoder().accept(tokens, predicted).tolist() == [0, 2]
+    assert accepted_rows(tokens, predicted) == [0, 2]
 
 
 # Endings
@@ -197,7 +205,7 @@ def test_stops_exactly_at_the_end_token_wherever_it_falls(name):
             backbone = with_eos(shared_backbone(), whole[index])
             decoder = TreeDecoder(backbone, shared_heads(), TREES[name])
             log = StepLog()
-            steps = list(decoder.decode(decoder.new_cache(60), prompt, 40, log))
+            steps = list(decoder.decode(prompt, 40, log))
             assert [token for step in steps for token in step] == whole[: index + 1]
             for step, count in zip(steps[1:], log.num_accepted, strict=True):
                 assert count in (len(step), len(step) - 1)
@@ -252,19 +260,20 @@ def test_the_contexts_end_is_reached_and_never_passed(kind, monkeypatch):
             assert len(expected) == context - length + 1
             assert tree_answer(decoder, prompt, 99)[0] == expected
     assert max(positions) == context - 1
-    assert max(ends) == context
+    # a tree that stands beyond the context has scratch room there, and nothing of it is emitted
+    assert max(ends) <= context + TREES["wide"].tree_size
 
 
 def test_prompts_that_cannot_be_answered():
     backbone, decoder = shared_backbone(), example_decoder()
-    cache_ = decoder.new_cache(CONTEXT)
+    cache_ = backbone.new_cache(CONTEXT)
     for prompt, message in [
         ([], "the prompt is empty"),
         ([1] * CONTEXT, f"{CONTEXT} tokens; the context holds {CONTEXT}"),
         ([1] * (CONTEXT + 9), f"{CONTEXT + 9} tokens; the context holds {CONTEXT}"),
     ]:
         for answer in (
-            decoder.decode(cache_, prompt, 5),
+            decoder.decode(prompt, 5),
             decode_plain(backbone, cache_, prompt, 5),
         ):
             with pytest.raises(DataError, match=message):
@@ -300,11 +309,9 @@ def test_a_superset_accepts_at_least_as_much_from_the_same_place():
             reached = []
             for tree in (small, large):
                 decoder = TreeDecoder(backbone, heads, tree)
-                cache_ = decoder.new_cache(80)
+                batch = filled(decoder, prompt + whole[:place])
                 with torch.inference_mode():
-                    state = prefill(backbone, cache_, prompt + whole[:place])
-                    root = backbone.logits(state).argmax()
-                    reached.append(decoder.step(cache_, state, root, None)[2])
+                    reached.append(decoder.step(batch)[0].accepted)
             assert reached[1][: len(reached[0])] == reached[0]
             assert reached[1] == whole[place + 1 :][: len(reached[1])]
             sizes["less" if len(reached[0]) < len(reached[1]) else "same"] += 1
@@ -316,10 +323,13 @@ def test_draft_takes_each_nodes_token_from_its_heads_list():
     tree = TREES["gaps"]
     decoder = TreeDecoder(backbone, heads, tree)
     with torch.inference_mode():
-        state = prefill(backbone, decoder.new_cache(20), PROMPTS[0])
-        tokens = decoder.draft(state, torch.tensor(17)).tolist()
+        batch = filled(decoder, PROMPTS[0])
+        batch.roots[0] = 17
+        (tokens,) = decoder.draft(batch)[0].tolist()
         lists = [
-            heads.project(k, heads.hidden(k, state)).sort(descending=True, stable=True).indices
+            heads.project(k, heads.hidden(k, batch.states[0]))
+            .sort(descending=True, stable=True)
+            .indices
             for k in range(1, 5)
         ]
     expected = [17] + [int(lists[len(path) - 1][path[-1]]) for path in tree.paths[1:]]
@@ -328,6 +338,15 @@ def test_draft_takes_each_nodes_token_from_its_heads_list():
 
 def example_decoder() -> TreeDecoder:
     return TreeDecoder(shared_backbone(), shared_heads(), EXAMPLE)
+
+
+def filled(decoder: TreeDecoder, prompt: list[int], num_tokens: int = 80) -> Batch:
+    """Return a batch of one row that has read ``prompt``."""
+    batch = decoder.new_batch(num_tokens, 1)
+    with torch.inference_mode():
+        decoder.fill(batch, 0, prompt, torch.Generator())
+    batch.cache.length = len(prompt)
+    return batch
 
 
 MASK = """
@@ -352,10 +371,9 @@ def test_mask_picture(monkeypatch):
 
     monkeypatch.setattr(Backbone, "forward", watched)
     decoder = example_decoder()
-    cache_ = decoder.new_cache(30)
+    batch = filled(decoder, [4, 5, 6])
     with torch.inference_mode():
-        prefill(decoder.backbone, cache_, [4, 5, 6])
-        decoder.verify(cache_, torch.arange(6))
+        decoder.verify(batch.cache, torch.arange(6)[None])
     picture = [
         "".join("1" if value == 0 else "." for value in row) for row in seen[1][0, 0].tolist()
     ]
@@ -386,22 +404,13 @@ def test_mask_picture(monkeypatch):
     ],
 )
 def test_accept_by_hand(tokens, predicted, rows):
-    accepted = example_decoder().accept(torch.tensor(tokens), torch.tensor(predicted))
-    assert accepted.tolist() == rows
+    assert accepted_rows(torch.tensor(tokens), torch.tensor(predicted)) == rows
 
 
 def test_phases_are_timed_when_asked_for():
     _, log = tree_answer(example_decoder(), PROMPTS[0], 12)
     assert tuple(log.phase_s) == PHASES
     assert all(seconds > 0 for seconds in log.phase_s.values())
-
-
-def test_a_decoder_serves_caches_of_every_size():
-    decoder = example_decoder()
-    for capacity in (60, 100, 70):
-        cache_ = decoder.new_cache(capacity)
-        emitted = [t for step in decoder.decode(cache_, PROMPTS[0], 40) for t in step]
-        assert emitted == plain_answers(1, 40)[0]
 
 
 # Batches
@@ -461,7 +470,7 @@ def test_like_length_covers_everything_once():
 
 def test_stream_is_the_text_of_plain_decoding():
     backbone = with_eos(shared_backbone(), 28)
-    stream = TextStream(backbone, shared_heads(), EXAMPLE, "t5 t6", 30)
+    stream = TextStream(TreeDecoder(backbone, shared_heads(), EXAMPLE), [5, 6, 1, 2], 30)
     pieces = list(stream)
     answer = plain_answer(backbone, [5, 6, 1, 2], 30)
     assert len(pieces) > 3
@@ -475,5 +484,7 @@ def test_stream_holds_back_half_a_character(monkeypatch):
         return ("aé".encode() * len(tokens))[: len(tokens)].decode("utf-8", "replace")
 
     monkeypatch.setattr(Backbone, "decode", decode)
-    stream = TextStream(shared_backbone(), shared_heads(), TREES["root only"], "t5", 8)
+    stream = TextStream(
+        TreeDecoder(shared_backbone(), shared_heads(), TREES["root only"]), [5, 1, 2], 8
+    )
     assert list(stream) == ["a", "é", "a", "é", "a", "\ufffd"]

@@ -75,8 +75,8 @@ def test_replay_and_decoder_agree_step_for_step(
     for prompt in dataset.prompts:
         encoded = backbone.encode(prompt.messages)
         log = StepLog()
-        cache = decoder.new_cache(len(encoded) + 48)
-        tree = [t for tokens in decoder.decode(cache, encoded, 48, log) for t in tokens]
+        cache = backbone.new_cache(len(encoded) + 48)
+        tree = [t for tokens in decoder.decode(encoded, 48, log) for t in tokens]
         assert tree == list(decode_plain(backbone, cache, encoded, 48))
         decoded += log.num_accepted
     assert decoded == replay(trace, preset.tree).num_accepted.tolist()

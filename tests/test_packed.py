@@ -10,7 +10,6 @@ import torch
 from tests import tiny
 from treeopt.models.packed import PackedLinear, packed_twin
 
-
 bfloat16 = pytest.param(
     torch.bfloat16,
     marks=pytest.mark.skipif(

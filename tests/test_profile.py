@@ -53,8 +53,8 @@ def test_sizes_take_turns_at_the_same_place(monkeypatch):
 
     monkeypatch.setattr(Backbone, "forward", watched)
     measured(contexts=(16,), rounds=2)
-    # prefill, then three rounds (the first warms up) of plain, 1, 2 and 6 rows after 16 tokens
-    assert seen == [(0, 16)] + [(16, 1), (16, 1), (16, 2), (16, 6)] * 3
+    # both sides' prefill, then three rounds (the first warms up) of plain, 1, 2 and 6 rows
+    assert seen == [(0, 16)] * 2 + [(16, 1), (16, 1), (16, 2), (16, 6)] * 3
 
 
 def test_cost_file_round_trip(tmp_path):

@@ -132,6 +132,8 @@ def test_as_dict() -> None:
             "got": 2,
             "gap": 1.5,
             "is_near_tie": False,
+            "expected_text": "",
+            "got_text": "",
         },
         "near_ties": 0,
         "documents": 2,

@@ -20,6 +20,7 @@ from tiny import (
 )
 from torch import Tensor
 
+from treeopt.decoder.rules import Accepted
 from treeopt.decoder.tree import TreeDecoder
 from treeopt.decoder.validate import validate
 from treeopt.errors import DataError
@@ -63,9 +64,9 @@ def test_counts_are_those_of_the_decoders(eos):
     assert value["dtype"] == "float32"
 
 
-def accept_node_1(decoder: TreeDecoder, tokens: Tensor, predicted: Tensor) -> Tensor:
+def accept_node_1(decoder: TreeDecoder, tokens: Tensor, logits: Tensor, *rest: Any) -> Accepted:
     """Accept the first guess of head 1, whatever the backbone says."""
-    return torch.tensor([0, 1])
+    return Accepted(torch.tensor([1]), logits[:, 1].argmax(-1))
 
 
 def test_a_decoder_that_accepts_wrong_tokens_is_caught(monkeypatch):
@@ -104,11 +105,12 @@ def test_one_wrong_answer_among_right_ones_is_caught(monkeypatch):
     assert wanted not in {plain_answer(backbone, USED[i], 1)[0] for i in (0, 1, 3, 4)}
     wrong: list[int] = []
 
-    def wrong_once(decoder: TreeDecoder, tokens: Tensor, predicted: Tensor) -> Tensor:
-        if int(tokens[0]) == wanted and not wrong and int(tokens[2]) != int(predicted[0]):
-            wrong.append(int(tokens[2]))
-            return torch.tensor([0, 2])
-        return right(decoder, tokens, predicted)
+    def wrong_once(decoder: TreeDecoder, tokens: Tensor, logits: Tensor, *rest: Any) -> Accepted:
+        root, node = int(tokens[0, 0]), int(tokens[0, 2])
+        if root == wanted and not wrong and node != int(logits[0, 0].argmax()):
+            wrong.append(node)
+            return Accepted(torch.tensor([2]), logits[:, 2].argmax(-1))
+        return right(decoder, tokens, logits, *rest)
 
     monkeypatch.setattr(TreeDecoder, "accept", wrong_once)
     report = report_of(backbone)

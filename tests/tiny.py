@@ -128,8 +128,7 @@ def tree_answer(
 ) -> tuple[list[int], StepLog]:
     """Return the answer of tree decoding, and what its steps did."""
     log = StepLog()
-    cache_ = decoder.new_cache(len(prompt) + max_new_tokens)
-    steps = decoder.decode(cache_, prompt, max_new_tokens, log)
+    steps = decoder.decode(prompt, max_new_tokens, log)
     return [token for emitted in steps for token in emitted], log
 
 

@@ -110,7 +110,7 @@ def show_report(preset: Preset, report: DecodeReport, as_json: bool) -> None:
     """Print the three sides of a validation, and what the tree decode's numbers mean."""
     value = report.as_dict()
     if as_json:
-        click.echo(json.dumps(value))
+        click.echo(json.dumps(value | _rounded(report.details())))
         return
     speeds = [
         {"": name, "tokens/s": value[f"{key}tokens_per_s"], "tree is faster by": ratio}
@@ -133,6 +133,8 @@ def show_report(preset: Preset, report: DecodeReport, as_json: bool) -> None:
         ("measured acceptance length", _interval(report.acceptance_length)),
         ("overhead of a step", _interval(report.overhead)),
         ("outside model calls", f"{report.outside_model_share:.1%} of a step"),
+        ("a step, ms", _step_times(report)),
+        ("accepted by depth", ", ".join(f"{share:.0%}" for share in report.accepted_by_depth)),
         ("equal to plain decode", _equality(report)),
     ):
         stdout.print(f"{name:<28}{text}")
@@ -173,6 +175,25 @@ def _equality(report: DecodeReport) -> str:
             f"(logits at most {widest:.3f} apart)"
         )
     return f"NO: {sum(not m.is_near_tie for m in report.mismatches)} answers differ"
+
+
+def _step_times(report: DecodeReport) -> str:
+    details = report.details()
+    phases = ", ".join(
+        f"{key.removesuffix('_ms')} {details[key]:.1f}"
+        for key in ("draft_ms", "verify_ms", "accept_ms", "gather_ms")
+    )
+    tail = ", ".join(f"p{p} {details[f'step_p{p}_ms']:.1f}" for p in (50, 95, 99))
+    return f"{phases}; {tail}"
+
+
+def _rounded(value: Any) -> Any:
+    """Return ``value`` with every float in it cut to 4 places."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return round(value, 4) if isinstance(value, float) else value
 
 
 def _interval(interval: Interval) -> str:

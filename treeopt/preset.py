@@ -36,7 +36,11 @@ _ANY: Check = lambda value: True  # noqa: E731
 _SECTIONS: dict[str, dict[str, Check]] = {
     "backbone": {"id": _TEXT, "sha256": _TEXT},
     "heads": {"id": _TEXT, "sha256": _TEXT, "num_heads": _COUNT, "layout": _TEXT},
-    "decoding": {"rule": _TEXT},
+    "decoding": {
+        "rule": _TEXT,
+        **{f"{name}?": _NUMBER for name in ("temperature", "top_p", "top_k", "epsilon", "delta")},
+        "candidates?": _TEXT,
+    },
     "calibration": {
         "sha256": _TEXT,
         "data": _TEXT,

@@ -21,6 +21,7 @@ class Mismatch:
     position: index into the answer. expected, got: token ids of plain and tree decoding.
     gap: how far ``got``'s logit lies below ``expected``'s in the plain decode's own logits.
     is_near_tie: whether rounding in the dtype in use explains the gap.
+    expected_text, got_text: both answers up to there and a little beyond.
     """
 
     document: int
@@ -29,6 +30,8 @@ class Mismatch:
     got: int
     gap: float
     is_near_tie: bool
+    expected_text: str = ""
+    got_text: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class DecodedPrompt:
     num_accepted: draft tokens accepted in each of its steps.
     tree_s, plain_s, generate_s: decode time of ``num_tokens``, ``num_plain``, ``num_generate``.
     phase_s: where the tree decode's time went.
+    nodes, step_s: the deepest accepted node and the seconds of each of its steps.
     """
 
     num_tokens: int
@@ -50,6 +54,8 @@ class DecodedPrompt:
     generate_s: float
     prefill_s: float
     phase_s: dict[str, float]
+    nodes: tuple[int, ...] = ()
+    step_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,35 @@ class DecodeReport:
         """Share of the tree decode's time that no model call explains."""
         inside = sum(p.phase_s["draft"] + p.phase_s["verify"] for p in self.prompts)
         return 1 - inside / sum(prompt.tree_s for prompt in self.prompts)
+
+    @property
+    def accepted_by_depth(self) -> list[float]:
+        """Share of steps that accept a node at depth 1, 2, … or deeper."""
+        counts = np.array([count for prompt in self.prompts for count in prompt.num_accepted])
+        return [float((counts >= depth).mean()) for depth in range(1, int(counts.max()) + 1)]
+
+    @property
+    def stops_by_node(self) -> list[float]:
+        """Share of steps whose deepest accepted node is node 0, 1, …: [tree_size]."""
+        nodes = [node for prompt in self.prompts for node in prompt.nodes]
+        return list(np.bincount(nodes, minlength=self.tree_size) / max(len(nodes), 1))
+
+    def details(self) -> dict[str, Any]:
+        """Return where the time went and what was accepted where; times in ms per step."""
+        steps = [seconds for prompt in self.prompts for seconds in prompt.step_s]
+        phases = {
+            f"{phase}_ms": 1000 * sum(p.phase_s[phase] for p in self.prompts) / len(steps)
+            for phase in self.prompts[0].phase_s
+        }
+        tail = np.quantile(steps, [0.5, 0.95, 0.99])
+        return {
+            "prefill_ms": 1000 * float(np.mean([prompt.prefill_s for prompt in self.prompts])),
+            **phases,
+            **{f"step_p{p}_ms": 1000 * float(t) for p, t in zip((50, 95, 99), tail, strict=True)},
+            "outside_model_share": self.outside_model_share,
+            "accepted_by_depth": self.accepted_by_depth,
+            "stops_by_node": self.stops_by_node,
+        }
 
     @property
     def equal(self) -> bool:

@@ -134,6 +134,15 @@ class Tree:
         children[self.parents[1:], self.ranks[1:]] = np.arange(1, self.tree_size)
         return children
 
+    @cached_property
+    def sibling_indices(self) -> IntArray:
+        """int64 [N]: how many siblings come before each node; -1 for the root, as in ``ranks``."""
+        indices = np.full(self.tree_size, -1, dtype=np.int64)
+        for node in range(1, self.tree_size):
+            is_next = self.parents[node] == self.parents[node - 1]  # siblings lie side by side
+            indices[node] = indices[node - 1] + 1 if is_next else 0
+        return indices
+
     def check_fits(self, num_heads: int, num_ranks: int) -> None:
         """Raise TreeError unless ``num_heads`` lists of ``num_ranks`` candidates fill the tree."""
         if self.depth > num_heads:

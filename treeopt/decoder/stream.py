@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from treeopt.decoder.tree import StepLog, TreeDecoder
-from treeopt.models.backbone import Backbone
-from treeopt.models.heads import MedusaHeads
-from treeopt.tree import Tree
 
 _INCOMPLETE = "�"  # what a tokenizer makes of a character whose last bytes are still to come
 
@@ -16,17 +13,8 @@ _INCOMPLETE = "�"  # what a tokenizer makes of a character whose last bytes ar
 class TextStream:
     """Pieces of the answer to one prompt; iterate once, then ask for the summary."""
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        heads: MedusaHeads,
-        tree: Tree,
-        prompt: str,
-        max_new_tokens: int,
-    ) -> None:
-        self._backbone, self._max_new_tokens = backbone, max_new_tokens
-        self._decoder = TreeDecoder(backbone, heads, tree)
-        self._prompt = backbone.encode([{"role": "user", "content": prompt}])
+    def __init__(self, decoder: TreeDecoder, prompt: Sequence[int], max_new_tokens: int) -> None:
+        self._decoder, self._prompt, self._max_new_tokens = decoder, prompt, max_new_tokens
         self._log = StepLog()
         self._tokens: list[int] = []
         self._seconds = 0.0
@@ -34,16 +22,15 @@ class TextStream:
     def __iter__(self) -> Iterator[str]:
         """Yield text as soon as it can no longer change."""
         start = time.perf_counter()
-        cache = self._decoder.new_cache(len(self._prompt) + self._max_new_tokens)
-        shown = ""
-        for emitted in self._decoder.decode(cache, self._prompt, self._max_new_tokens, self._log):
+        backbone, shown = self._decoder.backbone, ""
+        for emitted in self._decoder.decode(self._prompt, self._max_new_tokens, self._log):
             self._tokens += emitted
             self._seconds = time.perf_counter() - start
-            text = self._backbone.decode(self._tokens)
+            text = backbone.decode(self._tokens)
             if not text.endswith(_INCOMPLETE):
                 yield text[len(shown) :]
                 shown = text
-        yield self._backbone.decode(self._tokens)[len(shown) :]
+        yield backbone.decode(self._tokens)[len(shown) :]
 
     def summary(self) -> str:
         """Return speed and acceptance length of what was streamed."""

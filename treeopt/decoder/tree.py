@@ -1,181 +1,437 @@
-"""Tree decoding: draft with the heads, verify in one backbone call, accept, greedy and lossless.
+"""Tree decoding: draft with the heads, verify in one backbone call, accept, for many rows at once.
 
-Legend: ``N`` tree size, ``K`` tree depth, ``R`` ranks the tree uses, ``d`` hidden size, ``V``
-vocabulary size. Row i of a verify call is tree node i.
+Legend: ``B`` rows (sequences), ``N`` tree size, ``K`` tree depth, ``R`` ranks the tree uses, ``d``
+hidden size, ``V`` vocabulary size. Row b of a verify call holds the N nodes of sequence b.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from treeopt.decoder import rules
 from treeopt.decoder.plain import greedy, prefill, room_for
+from treeopt.decoder.rules import Accepted, Greedy, Rule, Sampling, TreeShape, Typical
+from treeopt.errors import DataError, TreeoptError
 from treeopt.models.backbone import Backbone, attention_limit
-from treeopt.models.cache import KVCache
+from treeopt.models.cache import RaggedCache
 from treeopt.models.candidates import top_candidates
 from treeopt.models.heads import MedusaHeads
-from treeopt.tree import NO_PARENT, ROOT, Tree
+from treeopt.tree import Tree
 
 PHASES = ("draft", "verify", "accept", "gather")
+
+Stop = Callable[[int, int], bool]
+
+_SEED_STRIDE = 1_000_003  # sequences of one call get seeds this far apart
 
 
 @dataclass
 class StepLog:
-    """What the steps of one decode did, for reports; times are empty unless asked for.
+    """What the steps of one decode did, for reports; times are taken only where there is a log.
 
     num_accepted: draft tokens accepted per step.
+    nodes: the deepest accepted node per step.
+    step_s: seconds per step.
     phase_s: seconds per phase, summed over steps.
     """
 
     num_accepted: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
     phase_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
 
-class TreeDecoder:
-    """Decodes one sequence at a time with a fixed tree.
+@dataclass(frozen=True)
+class Emitted:
+    """What a call on many prompts emits next: tokens of one prompt, or why it has to end.
 
-    Everything that does not depend on the text is made once: mask, depths, and where in the
-    heads' lists each node's token stands.
+    prompt: index of the prompt.
+    tokens: the next tokens of its answer; empty with an error.
+    ended: whether these are its last.
+    error: set when this prompt cannot be answered, or not to its end; others go on.
     """
 
-    def __init__(self, backbone: Backbone, heads: MedusaHeads, tree: Tree) -> None:
-        """Prepare ``tree`` for ``backbone`` and ``heads``.
+    prompt: int
+    tokens: list[int]
+    ended: bool
+    error: TreeoptError | None = None
+
+
+@dataclass
+class _Sequence:
+    """One prompt while it is decoded. ``length``: tokens in the cache; ``log``: its own counts."""
+
+    prompt: int
+    length: int
+    remaining: int
+    generator: torch.Generator
+    log: StepLog
+
+
+@dataclass
+class Batch:
+    """The rows that decode together: their cache, states [B, d], next roots int64 [B]."""
+
+    cache: RaggedCache
+    states: Tensor
+    roots: Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did in each row: draft tokens accepted, the token that follows, its node.
+
+    token: the next root; ``valid`` is False where its logits held a value that is not a number.
+    """
+
+    accepted: list[int]
+    token: int
+    node: int
+    valid: bool
+
+
+class TreeDecoder:
+    """Decodes with a fixed tree under one acceptance rule.
+
+    Everything that does not depend on the text is made once: where nodes stand, what they see,
+    and where in the heads' lists each node's token is.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        heads: MedusaHeads,
+        tree: Tree,
+        rule: Rule | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Prepare ``tree`` for ``backbone`` and ``heads``; the default rule is greedy.
 
         Raises:
             TreeError: the tree is deeper than the heads or uses ranks beyond the vocabulary.
         """
         tree.check_fits(heads.num_heads, backbone.vocab_size)
-        self.backbone, self.heads, self.tree = backbone, heads, tree
+        self.backbone, self.heads, self.tree, self.seed = backbone, heads, tree, seed
+        self.rule: Rule = rule or Greedy()
         device = backbone.device
-        self.depths = torch.tensor(tree.depths, device=device)
-        self.parents = torch.tensor(tree.parents, device=device).clamp(min=ROOT)
-        self.ancestors = torch.tensor(tree.ancestor_mask, device=device)
-        self.is_root = torch.tensor(tree.parents == NO_PARENT, device=device)
-        slots = (tree.depths[1:] - 1) * tree.num_ranks + tree.ranks[1:]
+        self.shape = TreeShape.of(tree, device)
+        ranks = tree.sibling_indices if self._samples_candidates else tree.ranks
+        self.num_candidates = int(ranks.max()) + 1
+        slots = (tree.depths[1:] - 1) * self.num_candidates + ranks[1:]
         self.slots = torch.tensor(slots, device=device)  # [N - 1] into [K, R], flattened
-        self._mask = torch.empty(0)
+        self._visible = self._visibility()
 
-    @torch.inference_mode()
     def decode(
-        self,
-        cache: KVCache,
-        prompt: Sequence[int],
-        max_new_tokens: int,
-        log: StepLog | None = None,
+        self, prompt: Sequence[int], max_new_tokens: int, log: StepLog | None = None
     ) -> Iterator[list[int]]:
         """Yield the tokens that each step emits after ``prompt``; the first one from prefill.
 
-        The tokens are those of ``decode_plain``, and stop where it stops. Where a tree no longer
-        fits the cache, steps verify the root alone.
+        Under the greedy rule the tokens are those of ``decode_plain``, and stop where it stops.
         """
-        remaining = room_for(self.backbone, prompt, max_new_tokens)
-        state = prefill(self.backbone, cache, prompt)
-        root = greedy(self.backbone.logits(state))
-        emitted = self._until_end([int(root)], remaining)
+        logs = None if log is None else [log]
+        for emitted in self.decode_many([prompt], max_new_tokens, 1, logs):
+            if emitted.error:
+                raise emitted.error
+            yield emitted.tokens
+
+    @torch.inference_mode()
+    def decode_many(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        batch_size: int,
+        logs: Sequence[StepLog] | None = None,
+        stop: Stop | None = None,
+    ) -> Iterator[Emitted]:
+        """Yield what each prompt emits, step by step, ``batch_size`` prompts at a time.
+
+        A prompt that ends makes room for the next one at once. Every prompt gets the tokens that
+        it gets alone; with a sampling rule they depend on the seed and its index only.
+
+        Args:
+            logs: one per prompt, filled on the way.
+            stop: called with (prompt, token) for each token in turn; True ends the answer with it.
+        """
+        stop = stop or (lambda prompt, token: False)
+        waiting = deque(enumerate(prompts))
+        longest = max(map(len, prompts), default=0)
+        num_rows = max(1, min(batch_size, len(prompts)))
+        batch = self.new_batch(longest + max_new_tokens, num_rows)
+        rows: list[_Sequence | None] = [None] * num_rows
         while True:
-            yield emitted
-            remaining -= len(emitted)
-            if remaining == 0 or emitted[-1] in self.backbone.eos_ids:
+            for row in (row for row, sequence in enumerate(rows) if sequence is None):
+                rows[row] = yield from self._admit(batch, row, waiting, max_new_tokens, logs, stop)
+            rows = self._compacted(batch, rows)
+            live = [sequence for sequence in rows if sequence is not None]
+            if not live:
                 return
-            state, root, accepted = self.step(cache, state, root, log)
-            emitted = self._until_end([*accepted, int(root)], remaining)
-            if log is not None:
-                log.num_accepted.append(min(len(accepted), len(emitted)))
+            batch.cache.length = max(sequence.length for sequence in live)
+            clock = _Clock(self.backbone.device, active=logs is not None)
+            steps = self.step(batch, [None if s is None else s.generator for s in rows], clock)
+            for row, (sequence, step) in enumerate(zip(rows, steps, strict=True)):
+                if sequence is None:
+                    continue
+                emitted = self._emit(sequence, step, clock, stop)
+                if emitted.ended:
+                    rows[row] = None
+                    batch.cache.set_length(row, 0)
+                yield emitted
 
-    def new_cache(self, num_tokens: int) -> KVCache:
-        """Return a cache for ``num_tokens`` of text and the scratch rows of a verify call.
+    def new_batch(self, num_tokens: int, num_rows: int) -> Batch:
+        """Return empty rows for ``num_tokens`` of text each, and scratch room for a verify call."""
+        backbone = self.backbone
+        capacity = min(num_tokens, attention_limit(backbone.model.config)) + self.tree.tree_size
+        return Batch(
+            backbone.new_ragged_cache(capacity, num_rows),
+            torch.zeros(
+                (num_rows, backbone.hidden_size), dtype=backbone.dtype, device=backbone.device
+            ),
+            torch.zeros(num_rows, dtype=torch.int64, device=backbone.device),
+        )
 
-        It never reaches beyond the context, so that no node's position does either.
+    def fill(
+        self, batch: Batch, row: int, prompt: Sequence[int], generator: torch.Generator
+    ) -> int:
+        """Read ``prompt`` into an empty row; return the first token after it.
+
+        Raises:
+            DataError: the logits hold a value that is not a number.
         """
-        limit = attention_limit(self.backbone.model.config)
-        return self.backbone.new_cache(min(num_tokens + self.tree.tree_size, limit))
+        state = prefill(self.backbone, batch.cache.row(row), prompt)
+        batch.cache.set_length(row, len(prompt))
+        logits = self.backbone.logits(state)
+        if logits.isnan().any():
+            raise _not_a_number(0)
+        if isinstance(self.rule, Sampling):
+            uniforms = torch.rand(1, generator=generator).to(logits.device)
+            token = rules.draw(self._target_probs(logits)[None], uniforms)[0]
+        else:
+            token = greedy(logits)
+        batch.states[row], batch.roots[row] = state, token
+        return int(token)
 
     def step(
-        self, cache: KVCache, state: Tensor, root: Tensor, log: StepLog | None
-    ) -> tuple[Tensor, Tensor, list[int]]:
-        """Do one step; return the next one's (state [d], root []) and the draft tokens accepted."""
-        start = cache.length
-        if start + self.tree.tree_size > cache.capacity:
-            state = self.backbone.forward(root.view(1, 1), cache)[0, -1]
-            return state, greedy(self.backbone.logits(state)), []
-        clock = _Clock(self.backbone.device, log)
-        tokens = self.draft(state, root)
-        clock.lap("draft")
-        states, predicted = self.verify(cache, tokens)
-        clock.lap("verify")
-        rows = self.accept(tokens, predicted)
-        accepted = tokens[rows[1:]].tolist()
-        clock.lap("accept")
-        cache.keep(start, rows)
-        clock.lap("gather")
-        return states[rows[-1]], predicted[rows[-1]], accepted
+        self,
+        batch: Batch,
+        generators: Sequence[torch.Generator | None] = (None,),
+        clock: _Clock | None = None,
+    ) -> list[Step]:
+        """Do one step in every row; return what each accepted. ``batch`` becomes the next one's."""
+        lap = clock.lap if clock else lambda phase: None
+        tokens, draft_probs = self.draft(batch, generators)
+        lap("draft")
+        states, logits = self.verify(batch.cache, tokens)
+        lap("verify")
+        accepted = self.accept(tokens, logits, draft_probs, generators)
+        paths = self.shape.paths[accepted.node]
+        counts = self.shape.depths[accepted.node] + 1
+        everything = self._packed(tokens, logits, accepted, paths)  # the step's only copy to host
+        lap("accept")
+        batch.cache.keep(paths, counts)
+        index = torch.arange(len(counts), device=counts.device)
+        batch.states, batch.roots = states[index, accepted.node], accepted.next_token
+        lap("gather")
+        depths = self.tree.depths
+        return [
+            Step(drafts[: depths[node]], token, node, not invalid)
+            for *drafts, token, node, invalid in everything
+        ]
 
-    def draft(self, state: Tensor, root: Tensor) -> Tensor:
-        """Return the token of every node, int64 [N]: ``root`` and the heads' guesses there."""
-        if self.tree.depth == 0:
-            return root[None]
-        logits = self.heads.logits(state, self.tree.depth)
-        _, candidates = top_candidates(logits, self.tree.num_ranks)
-        return torch.cat([root[None], candidates.flatten()[self.slots]])
+    def draft(
+        self, batch: Batch, generators: Sequence[torch.Generator | None] = (None,)
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the token of every node, int64 [B, N], and what sampled ones were drawn from.
 
-    def verify(self, cache: KVCache, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Run ``tokens`` [N] under the tree mask; return states [N, d] and greedy tokens [N]."""
-        positions = cache.length + self.depths
-        mask = self._mask_for(cache)
-        states = self.backbone.forward(tokens[None], cache, positions[None], mask)[0]
-        return states, greedy(self.backbone.logits(states))
-
-    def accept(self, tokens: Tensor, predicted: Tensor) -> Tensor:
-        """Return the rows of the longest right path, int64 [num_accepted + 1], the root first.
-
-        A node is right when the backbone predicts its token at its parent, and its ancestors are
-        right. Nodes are named by their parents, so there is no padding that could be accepted.
+        The second value is float32 [B, K, V] where candidates are sampled, else None.
         """
-        matches = (tokens == predicted[self.parents]) | self.is_root
-        right = (matches | ~self.ancestors).all(-1)
-        deepest = (right * (self.depths + 1)).argmax()  # right nodes form one chain
-        return self.ancestors[deepest].nonzero()[:, 0]
+        roots = batch.roots[:, None]
+        if self.tree.depth == 0:
+            return roots, None
+        logits = self.heads.logits(batch.states, self.tree.depth).transpose(0, 1)  # [B, K, V]
+        if self._samples_candidates:
+            probs = self._target_probs(logits)
+            candidates = torch.stack(
+                [
+                    rules.sample_without_replacement(row, self.num_candidates, generator)
+                    for row, generator in zip(probs, generators, strict=True)
+                ]
+            )
+        else:
+            probs = None
+            flat = logits.flatten(0, 1)
+            _, candidates = top_candidates(flat, self.num_candidates)
+        drafts = candidates.reshape(len(roots), -1)[:, self.slots]
+        return torch.cat([roots, drafts], dim=1), probs
 
-    def _until_end(self, tokens: list[int], remaining: int) -> list[int]:
-        """Return ``tokens`` up to the end token or the limit."""
-        for index, token in enumerate(tokens[:remaining]):
-            if token in self.backbone.eos_ids:
-                return tokens[: index + 1]
-        return tokens[:remaining]
+    def verify(self, cache: RaggedCache, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Run ``tokens`` [B, N] under the tree mask; return states [B, N, d], logits [B, N, V]."""
+        # Beyond the context nothing is emitted; the clamp keeps such nodes' places in range.
+        last = attention_limit(self.backbone.model.config) - 1
+        positions = (cache.lengths[:, None] + self.shape.depths).clamp(max=last)
+        states = self.backbone.forward(tokens, cache, positions, self.mask(cache))
+        return states, self.backbone.logits(states)
 
-    def _mask_for(self, cache: KVCache) -> Tensor:
-        """Return the additive mask [1, 1, N, cache.length + N].
+    def accept(
+        self,
+        tokens: Tensor,
+        logits: Tensor,
+        draft_probs: Tensor | None = None,
+        generators: Sequence[torch.Generator | None] = (None,),
+    ) -> Accepted:
+        """Return the deepest accepted node of each row and the token that follows it."""
+        rule, shape = self.rule, self.shape
+        if isinstance(rule, Greedy):
+            return rules.accept_matching(shape, tokens, greedy(logits))
+        if isinstance(rule, Typical):
+            probs = rules.target_probs(logits, rule.temperature, 1.0, 0)
+            return rules.accept_typical(shape, tokens, probs, rule)
+        rows = torch.arange(len(tokens), device=tokens.device)
 
-        The tree's part stands at the right end of a buffer whose other columns are 0, so the mask
-        for any prefix length is a slice.
+        def probs_at(nodes: Tensor) -> Tensor:
+            return self._target_probs(logits[rows, nodes])
+
+        if draft_probs is None:
+            uniforms = _uniforms(generators, self.tree.depth + 1, tokens.device)
+            return rules.accept_drawn(shape, tokens, probs_at, uniforms)
+        uniforms = _uniforms(generators, self.tree.tree_size + 1, tokens.device)
+        return rules.accept_sampled(shape, tokens, probs_at, draft_probs, uniforms)
+
+    def mask(self, cache: RaggedCache) -> Tensor:
+        """Return the additive mask [B, 1, N, cache.length + N].
+
+        A node sees its row's text and, of the columns behind it, its ancestors'.
         """
         size = self.tree.tree_size
-        if self._mask.shape[-1] < cache.capacity + size:
-            backbone = self.backbone
-            mask = torch.zeros(
-                (1, 1, size, cache.capacity + size), dtype=backbone.dtype, device=backbone.device
-            )
-            mask[0, 0, :, cache.capacity :][~self.ancestors] = backbone.masked
-            self._mask = mask
-        return self._mask[..., self._mask.shape[-1] - cache.length - size :]
+        columns = torch.arange(cache.length + size, device=cache.lengths.device)
+        behind = (columns - cache.lengths[:, None]).clamp(min=-1, max=size)
+        return self._visible[:, behind + 1].transpose(0, 1)[:, None]
+
+    @property
+    def _samples_candidates(self) -> bool:
+        return isinstance(self.rule, Sampling) and self.rule.candidates == "sampled"
+
+    def _target_probs(self, logits: Tensor) -> Tensor:
+        assert isinstance(self.rule, Sampling)
+        rule = self.rule
+        return rules.target_probs(logits, rule.temperature, rule.top_p, rule.top_k)
+
+    def _visibility(self) -> Tensor:
+        """Return what each node sees: additive [N, N + 2], for the text, N nodes, and the rest."""
+        backbone, size = self.backbone, self.tree.tree_size
+        table = torch.zeros((size, size + 2), dtype=backbone.dtype, device=backbone.device)
+        table[:, 1:-1][~self.shape.ancestors] = backbone.masked
+        table[:, -1] = backbone.masked
+        return table
+
+    def _packed(
+        self, tokens: Tensor, logits: Tensor, accepted: Accepted, paths: Tensor
+    ) -> list[list[int]]:
+        """Return per row: tokens on the accepted path, the next token, the node, "not a number"."""
+        rows = torch.arange(len(tokens), device=tokens.device)
+        invalid = logits[rows, accepted.node].isnan().any(-1)
+        columns = [accepted.next_token, accepted.node, invalid.long()]
+        on_path = tokens.gather(1, paths)[:, 1:]
+        return torch.cat([on_path, torch.stack(columns, dim=1)], dim=1).tolist()
+
+    def _admit(
+        self,
+        batch: Batch,
+        row: int,
+        waiting: deque[tuple[int, Sequence[int]]],
+        max_new_tokens: int,
+        logs: Sequence[StepLog] | None,
+        stop: Stop,
+    ) -> Generator[Emitted, None, _Sequence | None]:
+        """Fill ``row`` with the next prompt that needs steps; yield first tokens and errors."""
+        while waiting:
+            index, prompt = waiting.popleft()
+            generator = torch.Generator().manual_seed(self.seed * _SEED_STRIDE + index)
+            try:
+                remaining = room_for(self.backbone, prompt, max_new_tokens)
+                token = self.fill(batch, row, prompt, generator)
+            except DataError as error:
+                yield Emitted(index, [], True, error)
+                continue
+            ended = remaining == 1 or self._ends(index, token, stop)
+            yield Emitted(index, [token], ended)
+            if not ended:
+                log = logs[index] if logs else StepLog()
+                return _Sequence(index, len(prompt), remaining - 1, generator, log)
+        batch.cache.set_length(row, 0)
+        return None
+
+    def _compacted(self, batch: Batch, rows: list[_Sequence | None]) -> list[_Sequence | None]:
+        """Drop rows for which no prompt waits, once they are a fifth: dropping copies the cache."""
+        live = [row for row, sequence in enumerate(rows) if sequence is not None]
+        if not live or len(live) > 0.8 * len(rows):
+            return rows
+        keep = torch.tensor(live, device=batch.roots.device)
+        batch.cache.select(keep)
+        batch.states, batch.roots = batch.states[keep], batch.roots[keep]
+        return [rows[row] for row in live]
+
+    def _ends(self, prompt: int, token: int, stop: Stop) -> bool:
+        return token in self.backbone.eos_ids or stop(prompt, token)
+
+    def _emit(self, sequence: _Sequence, step: Step, clock: _Clock, stop: Stop) -> Emitted:
+        """Book a step of one sequence; return its tokens up to the end token or the limit."""
+        log, position = sequence.log, len(sequence.log.num_accepted)
+        if not step.valid:
+            return Emitted(sequence.prompt, [], True, _not_a_number(position + 1))
+        tokens = [*step.accepted, step.token][: sequence.remaining]
+        ended = len(tokens) == sequence.remaining
+        for index, token in enumerate(tokens):
+            if self._ends(sequence.prompt, token, stop):
+                tokens, ended = tokens[: index + 1], True
+                break
+        sequence.length += len(step.accepted) + 1
+        sequence.remaining -= len(tokens)
+        log.num_accepted.append(min(len(step.accepted), len(tokens)))
+        log.nodes.append(step.node)
+        clock.book(log)
+        return Emitted(sequence.prompt, tokens, ended)
+
+
+def _uniforms(
+    generators: Sequence[torch.Generator | None], count: int, device: torch.device
+) -> Tensor:
+    """Return uniform numbers in [0, 1), float32 [B, count], each row from its own generator."""
+    return torch.stack([torch.rand(count, generator=g) for g in generators]).to(device)
+
+
+def _not_a_number(step: int) -> DataError:
+    return DataError(
+        f"step {step}: the backbone's logits are not numbers; its weights are damaged, or they "
+        "overflow in this dtype"
+    )
 
 
 class _Clock:
-    """Adds the time since the last lap to a phase of a StepLog; does nothing without one."""
+    """Times the phases of one step; does nothing unless active."""
 
-    def __init__(self, device: torch.device, log: StepLog | None) -> None:
-        self.device, self.log = device, log
-        self.last = self._now() if log is not None else 0.0
+    def __init__(self, device: torch.device, active: bool) -> None:
+        self.device, self.active = device, active
+        self.phase_s: dict[str, float] = {}
+        self.start = self.last = self._now() if active else 0.0
 
     def lap(self, phase: str) -> None:
-        if self.log is not None:
+        if self.active:
             now = self._now()
-            self.log.phase_s[phase] += now - self.last
+            self.phase_s[phase] = now - self.last
             self.last = now
+
+    def book(self, log: StepLog) -> None:
+        """Add the step to ``log``."""
+        if self.active:
+            log.step_s.append(self.last - self.start)
+            for phase, seconds in self.phase_s.items():
+                log.phase_s[phase] += seconds
 
     def _now(self) -> float:
         if self.device.type == "cuda":

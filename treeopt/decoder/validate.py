@@ -6,19 +6,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.generation.streamers import BaseStreamer
 
 from treeopt.decoder.plain import decode_plain, decode_with_logits
 from treeopt.decoder.tree import StepLog, TreeDecoder
 from treeopt.errors import DataError
-from treeopt.models.backbone import Backbone
+from treeopt.models.backbone import Backbone, attention_limit
 from treeopt.models.cache import KVCache
 from treeopt.report import DecodedPrompt, DecodeReport, Mismatch
 
 # Rounding differs between one row and many. A near-tie is a gap of at most this many units in the
 # last place of the logit, for the dtype in use.
 NEAR_TIE_ULPS = 4
+_SHOWN_AFTER = 8  # tokens of each answer shown beyond the first difference
 
 
 def validate(
@@ -33,7 +35,8 @@ def validate(
 
     Prompts whose answer is a single token have no step to time and are left out.
     """
-    cache = decoder.new_cache(max(map(len, prompts)) + max_new_tokens)
+    limit = attention_limit(backbone.model.config)
+    cache = backbone.new_cache(min(max(map(len, prompts)) + max_new_tokens, limit))
     _one_prompt(backbone, decoder, cache, prompts[0], min(8, max_new_tokens))  # warm up
     decoded, mismatches = [], []
     for document, prompt in enumerate(prompts):
@@ -60,7 +63,7 @@ def _one_prompt(
     """Return the measurements, and the tokens of plain and of tree decoding."""
     log = StepLog()
     tree = _Timed()
-    for tokens in decoder.decode(cache, prompt, max_new_tokens, log):
+    for tokens in decoder.decode(prompt, max_new_tokens, log):
         tree.add(tokens)
     plain = _Timed()
     for token in decode_plain(backbone, cache, prompt, max_new_tokens):
@@ -76,6 +79,8 @@ def _one_prompt(
         generate_s=generated.decode_s,
         prefill_s=tree.prefill_s,
         phase_s=log.phase_s,
+        nodes=tuple(log.nodes),
+        step_s=tuple(log.step_s),
     )
     return measured, plain.tokens, tree.tokens
 
@@ -147,4 +152,36 @@ def _mismatch(
     top = logits[expected].item()
     gap = top - logits[tree[position]].item()
     near = gap <= NEAR_TIE_ULPS * abs(top) * torch.finfo(backbone.dtype).eps
-    return Mismatch(document, position, expected, tree[position], gap, near)
+    shown = position + _SHOWN_AFTER
+    texts = (backbone.decode(plain[:shown]), backbone.decode(tree[:shown]))
+    return Mismatch(document, position, expected, tree[position], gap, near, *texts)
+
+
+def explain_mismatch(decoder: TreeDecoder, prompt: Sequence[int], mismatch: Mismatch) -> str:
+    """Return the step that emitted the first difference, as a person debugs it.
+
+    The prompt is decoded again up to there: the path that was accepted, its nodes' ancestors and
+    positions, the mask row of its last node, and how far the logits lie apart.
+    """
+    log = StepLog()
+    for _ in decoder.decode(prompt, mismatch.position + 1, log):
+        pass
+    starts = np.cumsum([1, *(count + 1 for count in log.num_accepted)])
+    step = int(np.searchsorted(starts, mismatch.position, side="right")) - 1
+    start, node = int(starts[step]), log.nodes[step]
+    tree = decoder.tree
+    ancestors = tree.ancestor_mask[node].nonzero()[0].tolist()
+    first = len(prompt) + start - 1
+    positions = [first + int(tree.depths[ancestor]) for ancestor in ancestors]
+    visible = "".join("1" if seen else "." for seen in tree.ancestor_mask[node])
+    return "\n".join(
+        [
+            f"answer {mismatch.document + 1}, token {mismatch.position}: plain decoding says "
+            f"{mismatch.expected}, tree decoding {mismatch.got}, {mismatch.gap:.4g} lower",
+            f"step {step + 1} starts at token {start}; accepted path {list(tree.paths[node])}",
+            f"ancestors {ancestors} at positions {positions}",
+            f"mask row {'1' * min(first, 8)}{'…' if first > 8 else ''} {visible}",
+            f"plain: …{mismatch.expected_text[-80:]!r}",
+            f"tree:  …{mismatch.got_text[-80:]!r}",
+        ]
+    )

@@ -21,7 +21,7 @@ from torch import Tensor
 from treeopt.errors import ModelError
 from treeopt.files import sha256_of_file
 from treeopt.models import embedded
-from treeopt.models.cache import KVCache
+from treeopt.models.cache import KVCache, RaggedCache
 from treeopt.models.gguf import convert_gguf
 from treeopt.models.packed import packed_twin
 from treeopt.provenance import library_versions
@@ -94,6 +94,11 @@ class Backbone:
     def new_cache(self, capacity: int) -> KVCache:
         """Return an empty cache for ``capacity`` tokens."""
         return KVCache(self.model.config.num_hidden_layers, capacity)
+
+    def new_ragged_cache(self, capacity: int, num_rows: int) -> RaggedCache:
+        """Return an empty cache of ``num_rows`` rows, each for ``capacity`` tokens of its own."""
+        layers = self.model.config.num_hidden_layers
+        return RaggedCache(layers, capacity, num_rows, self.device)
 
     def forward(
         self,

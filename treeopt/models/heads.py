@@ -91,7 +91,7 @@ class MedusaHeads(nn.Module):
         return self._backbone[0].lm_head.weight
 
     def logits(self, state: Tensor, num_heads: int) -> Tensor:
-        """Return the logits [num_heads, V] of the first heads at one state [d]."""
+        """Return the logits [num_heads, ..., V] of the first heads at the states [..., d]."""
         states = [self.hidden(head, state) for head in range(1, num_heads + 1)]
         if self.layout == OWN:
             return torch.stack([self.project(k, s) for k, s in enumerate(states, 1)])
