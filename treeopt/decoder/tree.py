@@ -377,7 +377,7 @@ class TreeDecoder:
         return [rows[row] for row in live]
 
     def _ends(self, prompt: int, token: int, stop: Stop) -> bool:
-        return token in self.backbone.eos_ids or stop(prompt, token)
+        return stop(prompt, token) or token in self.backbone.eos_ids  # stop sees every token
 
     def _emit(self, sequence: _Sequence, step: Step, clock: _Clock, stop: Stop) -> Emitted:
         """Book a step of one sequence; return its tokens up to the end token or the limit."""
