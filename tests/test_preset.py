@@ -218,7 +218,7 @@ def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         (("tree", "tree_sise"), r"tree has an unknown key 'tree_sise'; did you mean tree_size\?"),
         (("heads", "num_head"), r"heads has an unknown key .*did you mean num_heads\?"),
         (("backbone", "sha"), r"backbone has an unknown key 'sha'"),
-        (("decoding", "temperature"), "decoding has an unknown key 'temperature'; known: rule"),
+        (("decoding", "warmth"), "decoding has an unknown key 'warmth'; known: rule"),
         (("calibration", "document"), r"calibration has .*did you mean documents\?"),
         (("predicted", "lo"), r"predicted has an unknown key 'lo'; did you mean low\?"),
         (("imported", "license"), r"imported has .*did you mean licence\?"),
