@@ -27,17 +27,24 @@ def run_validation(
     max_new_tokens: int,
     on_prompt: Callable[[], None] = lambda: None,
     on_mismatch: Callable[[str], None] | None = None,
+    compiles: bool = False,
+    on_compile: Callable[[int], None] = lambda size: None,
 ) -> tuple[DecodeReport, Dataset]:
     """Return what decoding the first ``limit`` prompts measured, and the prompts.
 
     Args:
         data: a prompt file; by default the held-out prompts that come with treeopt.
         on_mismatch: called with an explanation of the first difference from plain decoding.
+        compiles: compile plain and tree steps for this machine first, outside all timings.
+        on_compile: called with each number of rows that has to be compiled now.
     """
     dataset = read_dataset(data or held_out_prompts(), limit)
     prompts = [backbone.encode(prompt.messages) for prompt in dataset.prompts]
     for prompt in prompts:
         room_for(backbone, prompt, max_new_tokens)
+    if compiles:
+        longest = max(map(len, prompts)) + max_new_tokens + preset.tree_size
+        backbone = backbone.compile((1, preset.tree_size), longest, on_compile)
     decoder = TreeDecoder(backbone, heads, preset.tree)
     report = validate(
         backbone, decoder, prompts, max_new_tokens=max_new_tokens, on_prompt=on_prompt

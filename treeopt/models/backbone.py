@@ -9,8 +9,8 @@ import contextlib
 import hashlib
 import inspect
 import platform
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from treeopt.errors import ModelError
 from treeopt.files import sha256_of_file
 from treeopt.models import embedded
 from treeopt.models.cache import KVCache, RaggedCache
+from treeopt.models.compiled import CompiledForwards, capacity_for, compile_forwards
 from treeopt.models.gguf import convert_gguf
 from treeopt.models.packed import packed_twin
 from treeopt.provenance import library_versions
@@ -34,7 +35,8 @@ class Backbone:
     """A loaded model, its tokenizer, and the few facts about them that decoding needs.
 
     ``id`` is what the user named; ``sha256`` identifies the weights and goes into presets.
-    ``packed`` is a faster twin of ``model``, see ``treeopt.models.packed``.
+    ``packed`` is a faster twin of ``model``, see ``treeopt.models.packed``; ``compiled`` are calls
+    of a few shapes that are faster still, see ``treeopt.models.compiled``.
     """
 
     id: str
@@ -43,6 +45,7 @@ class Backbone:
     tokenizer: Any
     eos_ids: frozenset[int]
     packed: Any = None
+    compiled: CompiledForwards | None = None
 
     @property
     def runner(self) -> Any:
@@ -86,6 +89,7 @@ class Backbone:
             "dtype": str(self.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "linear_layers": "as loaded" if self.packed is None else "packed",
+            "compiled_rows": sorted(self.compiled.calls) if self.compiled else [],
             "backbone": self.id,
             "backbone_sha256": self.sha256,
             **library_versions(),
@@ -93,12 +97,47 @@ class Backbone:
 
     def new_cache(self, capacity: int) -> KVCache:
         """Return an empty cache for ``capacity`` tokens."""
-        return KVCache(self.model.config.num_hidden_layers, capacity)
+        return KVCache(self.model.config.num_hidden_layers, self._capacity(capacity))
 
     def new_ragged_cache(self, capacity: int, num_rows: int) -> RaggedCache:
         """Return an empty cache of ``num_rows`` rows, each for ``capacity`` tokens of its own."""
         layers = self.model.config.num_hidden_layers
-        return RaggedCache(layers, capacity, num_rows, self.device)
+        return RaggedCache(layers, self._capacity(capacity), num_rows, self.device)
+
+    def _capacity(self, num_tokens: int) -> int:
+        compiled = self.compiled
+        return compiled.capacity if compiled and compiled.fits(num_tokens) else num_tokens
+
+    def compile(
+        self,
+        sizes: Iterable[int],
+        num_tokens: int,
+        on_compile: Callable[[int], None] = lambda size: None,
+    ) -> Backbone:
+        """Return the same backbone with calls of ``sizes`` new tokens compiled.
+
+        Compiling takes minutes per size; what was compiled once on a machine is loaded from disk.
+
+        Args:
+            sizes: 1 for plain decoding, a tree's size for its verify calls.
+            num_tokens: the longest text, scratch rows of a verify call included.
+            on_compile: called with each size that has to be compiled now.
+
+        Raises:
+            ModelError: not on a CPU, or the model or machine cannot do it.
+        """
+        if self.device.type != "cpu":
+            raise ModelError(
+                f"compiling ahead of time is for CPUs; the backbone is on {self.device}"
+            )
+        probe = replace(self, compiled=None).new_cache(capacity_for(num_tokens))
+        with torch.inference_mode():
+            self.forward(torch.zeros((1, 1), dtype=torch.int64), probe)
+        assert probe.buffer is not None
+        forwards = compile_forwards(
+            self.model, self.sha256, probe.buffer, self.masked, sizes, on_compile
+        )
+        return replace(self, compiled=forwards)
 
     def forward(
         self,
@@ -112,6 +151,8 @@ class Backbone:
         position_ids: int64 [B, n]; by default the next positions after the cache.
         mask: additive [B or 1, 1, n, cache.length + n], 0 where visible; by default causal.
         """
+        if self.compiled and self.compiled.serves(input_ids, cache):
+            return self.compiled.run(input_ids, cache, position_ids, mask)
         return cache.run(
             self.runner.base_model, input_ids, position_ids=position_ids, attention_mask=mask
         )

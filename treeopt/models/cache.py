@@ -35,14 +35,22 @@ class KVCache:
     def run(self, model: Any, input_ids: Tensor, **kwargs: Any) -> Tensor:
         """Return the final hidden states [B, n, d] of ``input_ids`` [B, n] and append their KV."""
         num_new = input_ids.shape[1]
+        self.check_room(num_new)
+        kwargs[cache_argument(type(model))] = self._adapter
+        hidden = model(input_ids=input_ids, use_cache=True, **kwargs).last_hidden_state
+        self.advance(num_new)
+        return hidden
+
+    def check_room(self, num_new: int) -> None:
+        """Raise ModelError unless ``num_new`` more tokens fit."""
         if self.length + num_new > self.capacity:
             raise ModelError(
                 f"{self.length} + {num_new} tokens do not fit a cache of {self.capacity}"
             )
-        kwargs[_cache_argument(type(model))] = self._adapter
-        hidden = model(input_ids=input_ids, use_cache=True, **kwargs).last_hidden_state
+
+    def advance(self, num_new: int) -> None:
+        """Count ``num_new`` entries that a forward call wrote."""
         self.length += num_new
-        return hidden
 
     def select(self, rows: Tensor) -> None:
         """Keep only the batch rows ``rows`` int64 [B']."""
@@ -101,13 +109,13 @@ class RaggedCache(KVCache):
 
     def run(self, model: Any, input_ids: Tensor, **kwargs: Any) -> Tensor:
         """Return what ``KVCache.run`` does; the rows' lengths stay."""
-        before = self.length
         self._slots = self.lengths[:, None] + torch.arange(
             input_ids.shape[1], device=input_ids.device
         )
-        hidden = super().run(model, input_ids, **kwargs)
-        self.length = before
-        return hidden
+        return super().run(model, input_ids, **kwargs)
+
+    def advance(self, num_new: int) -> None:
+        """Do nothing: ``keep`` says which of the new entries count."""
 
     def keep(self, paths: Tensor, counts: Tensor) -> None:
         """Move row b's new entries ``paths[b]`` behind its text, of which ``counts[b]`` are valid.
@@ -161,7 +169,7 @@ class _Row(KVCache):
         return self.owner.memory_of(self.index, keys)
 
 
-def _cache_argument(model_class: Any) -> str:
+def cache_argument(model_class: Any) -> str:
     """Return what this release of transformers calls the cache argument of ``forward``."""
     parameters = inspect.signature(model_class.forward).parameters
     return "cache" if "cache" in parameters else "past_key_values"
@@ -199,3 +207,33 @@ class _Layer(CacheLayerMixin):
 class _Adapter(Cache):
     def __init__(self, owner: KVCache, num_layers: int) -> None:
         super().__init__(layers=[_Layer(owner, index) for index in range(num_layers)])
+
+
+def static_adapter(keys: list[Tensor], values: list[Tensor], slots: Tensor) -> Cache:
+    """Return a cache of fixed shape, for tracing: every call writes at ``slots``, reads everything.
+
+    Args:
+        keys, values: one tensor [B, H, C, D] per layer, written in place.
+        slots: int64 [n].
+    """
+    return _StaticAdapter(keys, values, slots)
+
+
+class _StaticAdapter(Cache):
+    def __init__(self, keys: list[Tensor], values: list[Tensor], slots: Tensor) -> None:
+        super().__init__(layers=[])
+        self.keys, self.values, self.slots = keys, values, slots
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys.index_copy_(2, self.slots, key_states)
+        values.index_copy_(2, self.slots, value_states)
+        return keys, values
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
+        return self.keys[0].shape[2], 0
