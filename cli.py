@@ -73,6 +73,13 @@ def model_options(command: Command) -> Command:
     return command
 
 
+compile_option = click.option(
+    "--compile/--eager",
+    "compiles",
+    default=False,
+    show_default=True,
+    help="Compile the steps for this CPU: minutes once per tree size, then from disk.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 data_option = click.option("--data", type=click.Path(path_type=Path), help="Prompt file.")
 new_tokens_option = click.option(
@@ -126,6 +133,7 @@ def calibrate(
 @click.option("--context", default="256,1024", show_default=True, help="Prefix lengths.")
 @click.option("--sizes", help="Tree sizes, rising.  [default: 1 to 64]")
 @click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True)
+@compile_option
 @click.option("--out", type=click.Path(path_type=Path), default="cost.json", show_default=True)
 @json_option
 def profile(
@@ -133,6 +141,7 @@ def profile(
     context: str,
     sizes: str | None,
     rounds: int,
+    compiles: bool,
     out: Path,
     as_json: bool,
     **models: str | None,
@@ -146,6 +155,9 @@ def profile(
     contexts = numbers("--context", context)
     tree_sizes = numbers("--sizes", sizes) if sizes else list(SIZES)
     backbone, heads = load_models(**models)
+    if compiles:
+        num_tokens = max(contexts) + max(tree_sizes)
+        backbone = backbone.compile({1, *tree_sizes}, num_tokens, console.say_compiling)
     with progress("profiling", num_steps(tree_sizes, contexts, rounds)) as advance:
         cost = measure(
             backbone,
@@ -254,6 +266,7 @@ def compare(preset_names: tuple[str, str], calibration: Path | None, as_json: bo
 @model_options
 @new_tokens_option
 @click.option("--write", is_flag=True, help="Append the result to the preset file.")
+@compile_option
 @click.option(
     "--debug-mismatch", is_flag=True, help="Explain the first difference, near-tie or not."
 )
@@ -264,6 +277,7 @@ def validate(
     limit: int,
     max_new_tokens: int,
     write: bool,
+    compiles: bool,
     debug_mismatch: bool,
     as_json: bool,
     **models: str | None,
@@ -285,6 +299,8 @@ def validate(
             max_new_tokens=max_new_tokens,
             on_prompt=lambda: advance(1, 0),
             on_mismatch=explanations.append if debug_mismatch else None,
+            compiles=compiles,
+            on_compile=console.say_compiling,
         )
     for explanation in explanations:
         click.echo(explanation, err=True)
@@ -320,6 +336,7 @@ def show(preset_name: str, out: Path | None) -> None:
 @click.option("--preset", "preset_name", required=True, help="Preset file or shipped name.")
 @model_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True)
+@compile_option
 @click.option("--temperature", type=float, help="0 is greedy.  [default: the preset's rule]")
 @click.option("--top-p", type=float, help="With --temperature: sample from this mass only.")
 @click.option("--top-k", type=int, help="With --temperature: sample from this many tokens only.")
@@ -328,6 +345,7 @@ def generate(
     prompt: str,
     preset_name: str,
     max_new_tokens: int,
+    compiles: bool,
     temperature: float | None,
     top_p: float | None,
     top_k: int | None,
@@ -335,7 +353,7 @@ def generate(
     **models: str | None,
 ) -> None:
     """Stream the answer to PROMPT, decoded with a preset's tree."""
-    from treeopt.decoder.api import Decoder
+    from treeopt.decoder.api import Decoder, as_messages
     from treeopt.decoder.rules import rule_from
     from treeopt.preset import load_preset
 
@@ -344,6 +362,10 @@ def generate(
     if not rule.lossless:
         warn(f"{rule.name} acceptance is lossy: answers differ from the backbone's own")
     backbone, heads = load_models_of(preset, models)
+    if compiles:
+        num_tokens = len(backbone.encode(as_messages(prompt))) + max_new_tokens
+        sizes = (preset.tree_size,)
+        backbone = backbone.compile(sizes, num_tokens + preset.tree_size, console.say_compiling)
     stream = Decoder(preset, backbone, heads, rule=rule, seed=seed).stream(prompt, max_new_tokens)
     for piece in stream:
         click.echo(piece, nl=False)

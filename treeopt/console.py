@@ -30,6 +30,11 @@ def warn(message: str) -> None:
     click.echo(f"warning: {message}", err=True)
 
 
+def say_compiling(num_rows: int) -> None:
+    """Say on stderr that calls of ``num_rows`` are being compiled, which takes minutes."""
+    click.echo(f"compiling calls of {num_rows} rows for this machine; minutes, once", err=True)
+
+
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Advance]:
     """Show a progress bar; yield a function that takes (new units, new tokens)."""
