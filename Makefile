@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
 READY := $(VENV)/.ready
 
-.PHONY: demo test check lint format bench clean
+.PHONY: demo test check lint format bench peers clean
 
 demo: $(READY)
 	$(BIN)/treeopt demo
@@ -32,6 +32,11 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.calibrate
 	$(BIN)/python -m benchmarks.decode
 
+# Other engines for benchmarks.decode, each in an environment of its own.
+peers:
+	$(PYTHON) -m venv .venv-peers/llama_cpp
+	.venv-peers/llama_cpp/bin/pip install --quiet xllamacpp==2026.10.11549
+
 $(READY): requirements.txt requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements-dev.txt
@@ -39,4 +44,4 @@ $(READY): requirements.txt requirements-dev.txt pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-peers build dist *.egg-info

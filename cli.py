@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from treeopt.preset import Preset
     from treeopt.trace import RankTrace
 
+OUT_OF_MEMORY = "out of memory; a smaller batch, tree, context or --max-new-tokens needs less"
 DEFAULT_TRACE = "calibration.safetensors"
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -44,7 +45,11 @@ class Group(click.Group):
         except OSError as error:
             fail(f"{error.filename or 'a file'}: {error.strerror or error}")
         except MemoryError:
-            fail("out of memory; a smaller --batch-size needs less")
+            fail(OUT_OF_MEMORY)
+        except RuntimeError as error:
+            if type(error).__name__ != "OutOfMemoryError":  # torch's own, for a device
+                raise
+            fail(OUT_OF_MEMORY)
 
 
 def fail(message: str) -> None:

@@ -62,13 +62,13 @@ def _one_prompt(
 ) -> tuple[DecodedPrompt, list[int], list[int]]:
     """Return the measurements, and the tokens of plain and of tree decoding."""
     log = StepLog()
-    tree = _Timed()
+    tree = Timed()
     for tokens in decoder.decode(prompt, max_new_tokens, log):
         tree.add(tokens)
-    plain = _Timed()
+    plain = Timed()
     for token in decode_plain(backbone, cache, prompt, max_new_tokens):
         plain.add([token])
-    generated = _generate(backbone, prompt, max_new_tokens)
+    generated = time_generate(backbone, prompt, max_new_tokens)
     measured = DecodedPrompt(
         num_tokens=len(tree.tokens) - 1,
         num_plain=len(plain.tokens) - 1,
@@ -85,7 +85,7 @@ def _one_prompt(
     return measured, plain.tokens, tree.tokens
 
 
-class _Timed:
+class Timed:
     """Collects tokens and when they came; the first ones end the prefill."""
 
     def __init__(self) -> None:
@@ -93,6 +93,7 @@ class _Timed:
         self.start = self.first = self.last = time.perf_counter()
 
     def add(self, tokens: list[int]) -> None:
+        """Note that ``tokens`` came now."""
         self.last = time.perf_counter()
         if not self.tokens:
             self.first = self.last
@@ -100,10 +101,12 @@ class _Timed:
 
     @property
     def prefill_s(self) -> float:
+        """Seconds until the first token."""
         return self.first - self.start
 
     @property
     def decode_s(self) -> float:
+        """Seconds from the first token to the last."""
         return self.last - self.first
 
 
@@ -111,7 +114,7 @@ class _TimingStreamer(BaseStreamer):
     """Lets transformers' ``generate`` report its tokens as they come."""
 
     def __init__(self) -> None:
-        self.timed = _Timed()
+        self.timed = Timed()
         self.saw_prompt = False
 
     def put(self, value: Any) -> None:
@@ -122,8 +125,10 @@ class _TimingStreamer(BaseStreamer):
     def end(self) -> None: ...
 
 
-def _generate(backbone: Backbone, prompt: Sequence[int], max_new_tokens: int) -> _Timed:
-    """Return the greedy answer of transformers' own ``generate``."""
+def time_generate(
+    backbone: Backbone, prompt: Sequence[int], max_new_tokens: int, **options: Any
+) -> Timed:
+    """Return the greedy answer of transformers' own ``generate``, with ``options`` of its own."""
     streamer = _TimingStreamer()
     tokens = torch.tensor([list(prompt)], device=backbone.device)
     backbone.model.generate(
@@ -134,6 +139,7 @@ def _generate(backbone: Backbone, prompt: Sequence[int], max_new_tokens: int) ->
         eos_token_id=sorted(backbone.eos_ids) or None,
         pad_token_id=min(backbone.eos_ids, default=0),
         streamer=streamer,
+        **options,
     )
     return streamer.timed
 

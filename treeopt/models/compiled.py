@@ -10,7 +10,9 @@ Legend: ``n`` new tokens, ``C`` capacity of the cache, ``L`` layers, ``d`` hidde
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import logging
 import time
 import warnings
@@ -168,7 +170,9 @@ def _compile(model: Any, buffer: Tensor, masked: float, size: int, directory: Pa
     level = quiet.level
     quiet.setLevel(logging.ERROR)
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        # autotuning tells stderr about every kernel it tries
+        quiet_stderr = contextlib.redirect_stderr(io.StringIO())
+        with torch.no_grad(), warnings.catch_warnings(), quiet_stderr:
             warnings.simplefilter("ignore")
             program = torch.export.export(_Forward(model).eval(), arguments, strict=False)
             torch._inductor.aoti_compile_and_package(
