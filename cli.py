@@ -162,7 +162,8 @@ def profile(
     backbone, heads = load_models(**models)
     if compiles:
         num_tokens = max(contexts) + max(tree_sizes)
-        backbone = backbone.compile({1, *tree_sizes}, num_tokens, console.say_compiling)
+        backbone = backbone.compile(tree_sizes, heads.num_heads, num_tokens, console.say_compiling)
+        heads = heads.on(backbone)
     with progress("profiling", num_steps(tree_sizes, contexts, rounds)) as advance:
         cost = measure(
             backbone,
@@ -369,8 +370,10 @@ def generate(
     backbone, heads = load_models_of(preset, models)
     if compiles:
         num_tokens = len(backbone.encode(as_messages(prompt))) + max_new_tokens
-        sizes = (preset.tree_size,)
-        backbone = backbone.compile(sizes, num_tokens + preset.tree_size, console.say_compiling)
+        num_tokens += preset.tree_size
+        sizes, num_heads = (preset.tree_size,), preset.tree.depth
+        backbone = backbone.compile(sizes, num_heads, num_tokens, console.say_compiling)
+        heads = heads.on(backbone)
     stream = Decoder(preset, backbone, heads, rule=rule, seed=seed).stream(prompt, max_new_tokens)
     for piece in stream:
         click.echo(piece, nl=False)

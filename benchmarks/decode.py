@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ TARGET_PLAIN, TARGET_GENERATE, TARGET_OUTSIDE = 1.5, 3.0, 0.05
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", default="smollm2-135m")
+    parser.add_argument("--tree-size", type=int, help="another cut of the preset's ladder")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
@@ -68,6 +70,8 @@ def main() -> None:
 def measured(options: argparse.Namespace, dtype: str) -> tuple[dict[str, Any], Backbone]:
     preset = load_preset(options.preset)
     assert preset.heads is not None
+    if options.tree_size:
+        preset = replace(preset, tree_size=options.tree_size)
     backbone = load_backbone(dtype=dtype)
     report, dataset = run_validation(
         preset,

@@ -44,7 +44,8 @@ def run_validation(
         room_for(backbone, prompt, max_new_tokens)
     if compiles:
         longest = max(map(len, prompts)) + max_new_tokens + preset.tree_size
-        backbone = backbone.compile((1, preset.tree_size), longest, on_compile)
+        backbone = backbone.compile((preset.tree_size,), preset.tree.depth, longest, on_compile)
+        heads = heads.on(backbone)
     decoder = TreeDecoder(backbone, heads, preset.tree)
     report = validate(
         backbone, decoder, prompts, max_new_tokens=max_new_tokens, on_prompt=on_prompt

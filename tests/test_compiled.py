@@ -28,8 +28,8 @@ def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_answers_are_the_eager_ones_and_the_second_run_compiles_nothing(cache_directory: Path):
     backbone = tiny_backbone()
     asked: list[int] = []
-    fast = backbone.compile((1, TREE.tree_size), 60, asked.append)
-    assert asked == [1, TREE.tree_size]
+    fast = backbone.compile((TREE.tree_size,), TREE.depth, 60, asked.append)
+    assert asked == [1, TREE.tree_size, 1, TREE.depth, TREE.tree_size]  # forward, then LM head
     assert fast.compiled.compile_s > 0
     assert fast.machine()["compiled_rows"] == [1, TREE.tree_size]
     decoder = TreeDecoder(fast, random_heads(fast, 4), TREE)
@@ -41,8 +41,8 @@ def test_answers_are_the_eager_ones_and_the_second_run_compiles_nothing(cache_di
         assert plain_answer(fast, prompt, 30) == expected
         assert tree_answer(decoder, prompt, 30)[0] == expected
     assert set(used) == {1, TREE.tree_size}
-    again = backbone.compile((1, TREE.tree_size), 60, asked.append)
-    assert len(asked) == 2
+    again = backbone.compile((TREE.tree_size,), TREE.depth, 60, asked.append)
+    assert len(asked) == 5
     assert again.compiled.compile_s == 0
     long = plain_answer(fast, PROMPTS[0], 100)  # beyond the compiled capacity: eager
     assert long == plain_answer(backbone, PROMPTS[0], 100)
@@ -65,7 +65,7 @@ def test_what_cannot_be_compiled_is_said_and_leaves_nothing(monkeypatch, tmp_pat
 
     monkeypatch.setattr(torch.export, "export", fail)
     with pytest.raises(ModelError, match="cannot be compiled: No C.. compiler found; a C"):
-        tiny_backbone().compile((1,), 60)
+        tiny_backbone().compile((4,), 2, 60)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

@@ -110,16 +110,18 @@ class Backbone:
 
     def compile(
         self,
-        sizes: Iterable[int],
+        tree_sizes: Iterable[int],
+        num_heads: int,
         num_tokens: int,
         on_compile: Callable[[int], None] = lambda size: None,
     ) -> Backbone:
-        """Return the same backbone with calls of ``sizes`` new tokens compiled.
+        """Return the same backbone with plain steps and those of some tree sizes compiled.
 
         Compiling takes minutes per size; what was compiled once on a machine is loaded from disk.
 
         Args:
-            sizes: 1 for plain decoding, a tree's size for its verify calls.
+            tree_sizes: rows of the verify calls.
+            num_heads: how many heads the trees draft with; they share the LM head.
             num_tokens: the longest text, scratch rows of a verify call included.
             on_compile: called with each size that has to be compiled now.
 
@@ -134,8 +136,10 @@ class Backbone:
         with torch.inference_mode():
             self.forward(torch.zeros((1, 1), dtype=torch.int64), probe)
         assert probe.buffer is not None
+        sizes = sorted({1, *tree_sizes})
+        projected = sorted({*sizes, num_heads} - {0})
         forwards = compile_forwards(
-            self.model, self.sha256, probe.buffer, self.masked, sizes, on_compile
+            self.model, self.sha256, probe.buffer, self.masked, sizes, projected, on_compile
         )
         return replace(self, compiled=forwards)
 
@@ -159,7 +163,9 @@ class Backbone:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final hidden states [..., d], scaled as the model does."""
-        logits = self.runner.get_output_embeddings()(hidden)
+        logits = self.compiled.project(hidden) if self.compiled else None
+        if logits is None:
+            logits = self.runner.get_output_embeddings()(hidden)
         config = self.model.config
         if scale := getattr(config, "logit_scale", None):  # Cohere
             logits = logits * scale

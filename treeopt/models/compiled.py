@@ -35,14 +35,17 @@ _SMALLEST = 512  # capacities are this, doubled until the text fits: few shapes,
 
 @dataclass(frozen=True)
 class CompiledForwards:
-    """Compiled forward calls of one row, by number of new tokens, for caches of one capacity.
+    """Compiled calls of one row, for caches of one capacity.
 
+    calls: the backbone without its LM head, by number of new tokens.
+    projections: the LM head, by number of rows.
     compile_s: seconds that compiling took in this run; 0 when everything was on disk.
     """
 
     capacity: int
     masked: float
     calls: dict[int, Callable[..., Tensor]]
+    projections: dict[int, Callable[..., Tensor]]
     compile_s: float
 
     def fits(self, num_tokens: int) -> bool:
@@ -85,6 +88,13 @@ class CompiledForwards:
         cache.advance(num_new)
         return hidden
 
+    def project(self, hidden: Tensor) -> Tensor | None:
+        """Return the LM head's output [..., V] for ``hidden`` [..., d]; None where not compiled."""
+        rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden[None]
+        if call := self.projections.get(len(rows)):
+            return call(rows.contiguous()).view(*hidden.shape[:-1], -1)
+        return None
+
 
 def capacity_for(num_tokens: int) -> int:
     """Return the capacity that texts of ``num_tokens`` are compiled for."""
@@ -100,6 +110,7 @@ def compile_forwards(
     buffer: Tensor,
     masked: float,
     sizes: Iterable[int],
+    projected: Iterable[int],
     on_compile: Callable[[int], None] = lambda size: None,
 ) -> CompiledForwards:
     """Return forward calls of ``sizes`` new tokens, from disk where they were compiled before.
@@ -108,27 +119,33 @@ def compile_forwards(
         model: the transformers model, on a CPU.
         digest: what identifies its weights.
         buffer: a cache's block [2, L, 1, H, C, D]; its capacity is what is compiled for.
+        projected: numbers of rows to compile the LM head for.
         on_compile: called with each size that has to be compiled now.
 
     Raises:
         ModelError: the model cannot be exported, or this machine has no C++ compiler.
     """
-    calls: dict[int, Callable[..., Tensor]] = {}
-    spent = 0.0
-    for size in sorted(set(sizes)):
-        name = f"compiled/{_key(model, digest, buffer, size)}"
-        start = time.perf_counter()
-        compiled = [False]
+    spent = [0.0]
 
-        def make(directory: Path, size: int = size, compiled: list[bool] = compiled) -> None:
+    def library(module: nn.Module, size: int, *arguments: Any) -> Callable[..., Tensor]:
+        def make(directory: Path) -> None:
             on_compile(size)
-            compiled[0] = True
-            _compile(model, buffer, masked, size, directory)
+            start = time.perf_counter()
+            _compile(module, arguments, directory)
+            spent[0] += time.perf_counter() - start
 
-        directory = cached(name, make)
-        spent += time.perf_counter() - start if compiled[0] else 0.0
-        calls[size] = torch._inductor.aoti_load_package(str(directory / _FILE))
-    return CompiledForwards(buffer.shape[-2], masked, calls, spent)
+        shapes = (type(module).__name__, size, tuple(buffer.shape), buffer.dtype)
+        directory = cached(f"compiled/{_key(model, digest, *shapes)}", make)
+        return torch._inductor.aoti_load_package(str(directory / _FILE))
+
+    forward, head = _Forward(model).eval(), model.get_output_embeddings()
+    calls = {size: library(forward, size, *_arguments(buffer, masked, size)) for size in sizes}
+    width = head.weight.shape[1]
+    projections = {
+        rows: library(head, rows, torch.zeros((rows, width), dtype=buffer.dtype))
+        for rows in projected
+    }
+    return CompiledForwards(buffer.shape[-2], masked, calls, projections, spent[0])
 
 
 class _Forward(nn.Module):
@@ -158,14 +175,18 @@ class _Forward(nn.Module):
         ).last_hidden_state
 
 
-def _compile(model: Any, buffer: Tensor, masked: float, size: int, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
+def _arguments(buffer: Tensor, masked: float, size: int) -> tuple[Any, ...]:
+    """Return example arguments of ``_Forward``."""
     capacity, layers = buffer.shape[-2], buffer.shape[1]
     slots = torch.arange(size)
     mask = torch.zeros((1, 1, size, capacity), dtype=buffer.dtype)
     mask[..., size:] = masked
     sides = [[torch.zeros_like(buffer[0, layer]) for layer in range(layers)] for _ in range(2)]
-    arguments = (torch.zeros((1, size), dtype=torch.int64), slots[None], slots, mask, *sides)
+    return torch.zeros((1, size), dtype=torch.int64), slots[None], slots, mask, *sides
+
+
+def _compile(module: nn.Module, arguments: tuple[Any, ...], directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
     quiet = logging.getLogger("torch")
     level = quiet.level
     quiet.setLevel(logging.ERROR)
@@ -174,7 +195,7 @@ def _compile(model: Any, buffer: Tensor, masked: float, size: int, directory: Pa
         quiet_stderr = contextlib.redirect_stderr(io.StringIO())
         with torch.no_grad(), warnings.catch_warnings(), quiet_stderr:
             warnings.simplefilter("ignore")
-            program = torch.export.export(_Forward(model).eval(), arguments, strict=False)
+            program = torch.export.export(module, arguments, strict=False)
             torch._inductor.aoti_compile_and_package(
                 program,
                 package_path=str(directory / _FILE),
@@ -195,13 +216,12 @@ def _compile(model: Any, buffer: Tensor, masked: float, size: int, directory: Pa
         quiet.setLevel(level)
 
 
-def _key(model: Any, digest: str, buffer: Tensor, size: int) -> str:
+def _key(model: Any, digest: str, *shapes: Any) -> str:
     """Return what a compiled library depends on, as a name."""
     import transformers
 
     parts = (
-        digest, size, tuple(buffer.shape), buffer.dtype, torch.__version__,
-        transformers.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(),
-        type(model).__name__, str(model.config.to_dict()),
+        digest, *shapes, torch.__version__, transformers.__version__, torch.get_num_threads(),
+        torch.backends.cpu.get_cpu_capability(), type(model).__name__, str(model.config.to_dict()),
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]

@@ -11,6 +11,7 @@ Two layouts, both in the field's own key names:
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
@@ -68,6 +69,12 @@ class MedusaHeads(nn.Module):
                 projection.weight.data.copy_(backbone.lm_head.weight)
                 self.projections.append(projection)
         self._backbone = (backbone,)  # in a tuple, so that its weights are not the heads' own
+
+    def on(self, backbone: Backbone) -> MedusaHeads:
+        """Return the same heads, projecting through ``backbone``: another view of their own."""
+        other = copy.copy(self)
+        object.__setattr__(other, "_backbone", (backbone,))
+        return other
 
     @property
     def num_heads(self) -> int:
