@@ -134,7 +134,7 @@ def calibrate(
 
 @main.command()
 @model_options
-@click.option("--batch", default="1", show_default=True, help="Batch sizes; only 1 so far.")
+@click.option("--batch", default="1", show_default=True, help="Batch sizes.")
 @click.option("--context", default="256,1024", show_default=True, help="Prefix lengths.")
 @click.option("--sizes", help="Tree sizes, rising.  [default: 1 to 64]")
 @click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True)
@@ -155,28 +155,27 @@ def profile(
     from calibration.profile import SIZES, num_steps
     from calibration.profile import profile as measure
 
-    if numbers("--batch", batch) != [1]:
-        raise click.BadParameter("the decoder runs one sequence at a time; use --batch 1")
-    contexts = numbers("--context", context)
+    batches, contexts = numbers("--batch", batch), numbers("--context", context)
     tree_sizes = numbers("--sizes", sizes) if sizes else list(SIZES)
     backbone, heads = load_models(**models)
     if compiles:
         num_tokens = max(contexts) + max(tree_sizes)
         backbone = backbone.compile(tree_sizes, heads.num_heads, num_tokens, console.say_compiling)
         heads = heads.on(backbone)
-    with progress("profiling", num_steps(tree_sizes, contexts, rounds)) as advance:
+    with progress("profiling", num_steps(tree_sizes, contexts, batches, rounds)) as advance:
         cost = measure(
             backbone,
             heads,
             sizes=tree_sizes,
             contexts=contexts,
+            batches=batches,
             rounds=rounds,
             on_step=lambda: advance(1, 0),
         )
     cost.save(out)
     rows = [
-        {"context": row.context, "tree_size": row.tree_size, "step_ms": row.step_ms,
-         "low_ms": row.low_ms, "high_ms": row.high_ms,
+        {"batch": row.batch, "context": row.context, "tree_size": row.tree_size,
+         "step_ms": row.step_ms, "low_ms": row.low_ms, "high_ms": row.high_ms,
          "overhead": round(row.step_ms / cost.plain_ms(row.batch, row.context), 3)}
         for row in cost.times
     ]  # fmt: skip

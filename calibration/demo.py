@@ -54,7 +54,7 @@ def run_demo(
             on_warning=on_warning,
         )
     trace.save(out / "calibration.safetensors")
-    with progress("2/3 profiling", num_steps(SIZES, [CONTEXT], ROUNDS)) as advance:
+    with progress("2/3 profiling", num_steps(SIZES, [CONTEXT], (1,), ROUNDS)) as advance:
         cost = profile(
             backbone,
             heads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from treeopt.cost import StepCost, StepTime
-from treeopt.decoder.plain import greedy, prefill
+from treeopt.decoder.plain import greedy
 from treeopt.decoder.tree import TreeDecoder
 from treeopt.errors import CostError
 from treeopt.models.backbone import Backbone, attention_limit
@@ -28,10 +29,11 @@ def profile(
     *,
     sizes: Sequence[int] = SIZES,
     contexts: Sequence[int] = CONTEXTS,
+    batches: Sequence[int] = (1,),
     rounds: int = ROUNDS,
     on_step: Callable[[], None] = lambda: None,
 ) -> StepCost:
-    """Return the median step time of every tree size at every context length, for batch 1.
+    """Return the median step time of every tree size at every batch size and context length.
 
     Sizes and plain decode take turns inside each round, so that a drift of the machine falls on
     all of them alike.
@@ -45,8 +47,8 @@ def profile(
             f"context {max(contexts)} and a tree of {max(sizes)} exceed the backbone's {limit}"
         )
     times: list[StepTime] = []
-    for context in contexts:
-        steps = _steps(backbone, heads, sizes, context)
+    for batch, context in itertools.product(batches, contexts):
+        steps = _steps(backbone, heads, sizes, batch, context)
         measured: dict[int, list[float]] = {size: [] for size in steps}
         for number in range(rounds + 1):
             for size, step in steps.items():
@@ -54,13 +56,15 @@ def profile(
                 if number > 0:  # the first round warms up
                     measured[size].append(1000 * seconds)
                 on_step()
-        times += [_step_time(context, size, values) for size, values in measured.items()]
+        times += [_step_time(batch, context, size, values) for size, values in measured.items()]
     return StepCost(tuple(times), backbone.machine())
 
 
-def num_steps(sizes: Sequence[int], contexts: Sequence[int], rounds: int) -> int:
+def num_steps(
+    sizes: Sequence[int], contexts: Sequence[int], batches: Sequence[int], rounds: int
+) -> int:
     """Return how often ``profile`` will call ``on_step``."""
-    return len(contexts) * (len(sizes) + 1) * (rounds + 1)
+    return len(batches) * len(contexts) * (len(sizes) + 1) * (rounds + 1)
 
 
 def profile_tree(tree_size: int, num_heads: int) -> Tree:
@@ -71,35 +75,40 @@ def profile_tree(tree_size: int, num_heads: int) -> Tree:
 
 
 def _steps(
-    backbone: Backbone, heads: MedusaHeads, sizes: Sequence[int], context: int
+    backbone: Backbone, heads: MedusaHeads, sizes: Sequence[int], num_rows: int, context: int
 ) -> dict[int, Callable[[], Any]]:
-    """Return one call per tree size, 0 for plain decode, each a step after ``context`` tokens."""
+    """Return one call per tree size, 0 for plain decode, each a step of ``num_rows`` sequences.
+
+    All rows hold the same ``context`` tokens; what they hold does not change what a step costs.
+    """
     cache = backbone.new_cache(context + 1)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(backbone.vocab_size, (context,), generator=generator).tolist()
+    tokens = torch.randint(backbone.vocab_size, (context,), generator=generator)
     with torch.inference_mode():
-        state = prefill(backbone, cache, tokens)
-        root = greedy(backbone.logits(state))
+        prompts = tokens.to(backbone.device).expand(num_rows, -1)
+        states = backbone.forward(prompts, cache)[:, -1]
+        roots = greedy(backbone.logits(states))
 
     def plain() -> None:
         cache.length = context
         with torch.inference_mode():
-            hidden = backbone.forward(root.view(1, 1), cache)[0, -1]
-            greedy(backbone.logits(hidden)).item()
+            hidden = backbone.forward(roots[:, None], cache)[:, -1]
+            greedy(backbone.logits(hidden)).tolist()
 
     decoders = {
         size: TreeDecoder(backbone, heads, profile_tree(size, heads.num_heads)) for size in sizes
     }
-    batch = decoders[max(sizes)].new_batch(context, 1)
+    batch = decoders[max(sizes)].new_batch(context, num_rows)
     with torch.inference_mode():
-        decoders[max(sizes)].fill(batch, 0, tokens, generator)
+        for row in range(num_rows):
+            decoders[max(sizes)].fill(batch, row, tokens.tolist(), generator)
 
     def tree_step(decoder: TreeDecoder) -> Callable[[], None]:
         def step() -> None:
             batch.cache.length = context
-            batch.cache.set_length(0, context)
+            batch.cache.lengths.fill_(context)
             with torch.inference_mode():
-                decoder.step(batch)
+                decoder.step(batch, [None] * num_rows)
 
         return step
 
@@ -116,6 +125,6 @@ def _timed(step: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _step_time(context: int, tree_size: int, values: list[float]) -> StepTime:
+def _step_time(batch: int, context: int, tree_size: int, values: list[float]) -> StepTime:
     low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).round(3).tolist()
-    return StepTime(1, context, tree_size, median, low, high, len(values))
+    return StepTime(batch, context, tree_size, median, low, high, len(values))

@@ -363,7 +363,7 @@ def test_usage_errors_exit_with_2(here: Path) -> None:
         ["build", "--budget", "many", "--out", "p.yaml"],
         ["build", "--budget", "auto", "--out", "p.yaml"],
         ["build", "--budget", "8", "--cost", "c.json", "--out", "p.yaml"],
-        ["profile", "--batch", "4"],
+        ["profile", "--batch", "0"],
         ["profile", "--context", "big"],
         ["calibrate", "--max-new-tokens", "1"],
         ["generate", "hello"],
@@ -452,3 +452,56 @@ def test_a_narrow_terminal_still_shows_everything(here: Path) -> None:
 def test_numbers() -> None:
     assert cli.numbers("--sizes", "1,4,16") == [1, 4, 16]
     assert np.array_equal(cli.numbers("--sizes", " 8"), [8])
+
+
+def test_out_of_memory_is_one_line(
+    here: Path, models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from calibration import collect
+
+    def full(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(collect, "collect", full)
+    message = refused("calibrate", "--data", prompts(here))
+    assert message.startswith("error: out of memory; a smaller batch, tree, context")
+
+
+def test_generate_samples_with_a_seed(here: Path, models: None) -> None:
+    calibrated(here)
+    done("build", "--budget", "5", "--out", "p.yaml")
+    arguments = ["generate", "t5", "--preset", "p.yaml", "--max-new-tokens", "12"]
+    greedy = done(*arguments).stdout
+    assert done(*arguments, "--temperature", "0").stdout == greedy
+    hot = [*arguments, "--temperature", "2"]
+    assert done(*hot).stdout == done(*hot, "--seed", "0").stdout != done(*hot, "--seed", "1").stdout
+    assert done(*hot, "--top-k", "1").stdout == greedy
+    assert run(*arguments, "--top-p", "0.9").exit_code == 2
+    message = refused(*arguments, "--temperature", "-1")
+    assert (
+        message == "error: temperature is -1.0; it must be a number above 0; 0 is the greedy rule"
+    )
+    assert "top_p is 1.5" in refused(*hot, "--top-p", "1.5")
+
+
+def test_debug_mismatch_explains_the_first_difference(
+    here: Path, models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treeopt.decoder.rules import Accepted
+    from treeopt.decoder.tree import TreeDecoder
+
+    calibrated(here)
+    done("build", "--budget", "5", "--out", "p.yaml")
+    monkeypatch.setattr(
+        TreeDecoder,
+        "accept",
+        lambda self, tokens, logits, *rest: Accepted(
+            tokens.new_tensor([1]), logits[:, 1].max(-1).indices
+        ),
+    )
+    result = run("validate", "p.yaml", "--data", "prompts.jsonl", "--debug-mismatch")
+    assert result.exit_code == 1
+    for part in ("plain decoding says", "accepted path [0]", "ancestors [0, 1] at", "mask row 1"):
+        assert part in result.stderr

@@ -34,11 +34,20 @@ def test_every_situation_is_measured_plain_first():
     ]
     assert all(0 < t.low_ms <= t.step_ms <= t.high_ms for t in cost.times)
     assert {t.repeats for t in cost.times} == {3}
-    assert calls == num_steps(SIZES, CONTEXTS, 3) == 32
+    assert calls == num_steps(SIZES, CONTEXTS, (1,), 3) == 32
     assert cost.measured
     assert cost.machine["backbone_sha256"] == shared_backbone().sha256
     assert cost.machine["dtype"] == "float32"
     assert cost.machine["threads"] >= 1
+
+
+def test_batches_are_measured_too_and_cost_more_rows():
+    cost, calls = measured(batches=(1, 3), contexts=(16,))
+    assert [(t.batch, t.context, t.tree_size) for t in cost.times] == [
+        (batch, 16, size) for batch in (1, 3) for size in (0, *SIZES)
+    ]
+    assert calls == num_steps(SIZES, (16,), (1, 3), 3)
+    assert cost.situations() == [(1, 16), (3, 16)]
 
 
 def test_sizes_take_turns_at_the_same_place(monkeypatch):
