@@ -71,7 +71,7 @@ def measured(options: argparse.Namespace, dtype: str) -> tuple[dict[str, Any], B
     preset = load_preset(options.preset)
     assert preset.heads is not None
     if options.tree_size:
-        preset = replace(preset, tree_size=options.tree_size)
+        preset = replace(preset, tree_size=options.tree_size, predicted=None)
     backbone = load_backbone(dtype=dtype)
     report, dataset = run_validation(
         preset,
