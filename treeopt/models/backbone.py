@@ -21,7 +21,7 @@ from torch import Tensor
 from treeopt.errors import ModelError
 from treeopt.files import sha256_of_file
 from treeopt.models import embedded
-from treeopt.models.cache import KVCache, RaggedCache
+from treeopt.models.cache import KVCache, RaggedCache, without_lm_head
 from treeopt.models.compiled import CompiledForwards, capacity_for, compile_forwards
 from treeopt.models.gguf import convert_gguf
 from treeopt.models.packed import packed_twin
@@ -158,7 +158,7 @@ class Backbone:
         if self.compiled and self.compiled.serves(input_ids, cache):
             return self.compiled.run(input_ids, cache, position_ids, mask)
         return cache.run(
-            self.runner.base_model, input_ids, position_ids=position_ids, attention_mask=mask
+            without_lm_head(self.runner), input_ids, position_ids=position_ids, attention_mask=mask
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def check_verifiable(config: Any) -> None:
 def check_rows(backbone: Backbone) -> None:
     """Raise ModelError unless the model lets treeopt place and cache rows and read its states."""
     config = backbone.model.config
-    parameters = inspect.signature(type(backbone.model.base_model).forward).parameters
+    parameters = inspect.signature(type(without_lm_head(backbone.model)).forward).parameters
     if "position_ids" not in parameters or getattr(config, "alibi", False):
         raise ModelError(
             f"{config.model_type} takes no position ids; the siblings of a tree share a position"

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from treeopt.errors import ModelError
 from treeopt.files import cached
-from treeopt.models.cache import KVCache, cache_argument, static_adapter
+from treeopt.models.cache import KVCache, cache_argument, static_adapter, without_lm_head
 
 _FILE = "forward.pt2"
 _SMALLEST = 512  # capacities are this, doubled until the text fits: few shapes, few compilations
@@ -153,7 +153,7 @@ class _Forward(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.base = model.base_model
+        self.base = without_lm_head(model)
 
     def forward(
         self,
