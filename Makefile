@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
 READY := $(VENV)/.ready
 
-.PHONY: demo test check lint format bench peers clean
+.PHONY: demo test check lint format bench oldest peers clean
 
 demo: $(READY)
 	$(BIN)/treeopt demo
@@ -32,6 +32,14 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.calibrate
 	$(BIN)/python -m benchmarks.decode
 
+# The same tests on the oldest supported transformers.
+oldest:
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --quiet --requirement requirements-dev.txt
+	.venv-oldest/bin/pip install --quiet transformers==4.57.6
+	.venv-oldest/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	OMP_NUM_THREADS=1 .venv-oldest/bin/pytest --numprocesses auto --dist worksteal -m "not slow"
+
 # Other engines for benchmarks.decode, each in an environment of its own.
 peers:
 	$(PYTHON) -m venv .venv-peers/llama_cpp
@@ -44,4 +52,4 @@ $(READY): requirements.txt requirements-dev.txt pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .venv-peers build dist *.egg-info
+	rm -rf $(VENV) .venv-* build dist *.egg-info
