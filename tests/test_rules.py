@@ -148,12 +148,30 @@ def test_typical_by_hand():
     assert accept_typical(shape_of(EXAMPLE), tokens, probs, lax).node.tolist() == [5]
 
 
+def test_a_token_at_the_bar_is_not_typical():
+    tree, probs = Tree.from_paths([(0,)]), torch.full((1, 2, 4), 0.25)
+    tokens = torch.tensor([[0, 1]])
+    for epsilon, node in ((0.25, 0), (0.2499, 1)):
+        accepted = accept_typical(shape_of(tree), tokens, probs, Typical(epsilon, delta=2))
+        assert accepted.node.tolist() == [node]
+
+
 def test_of_two_typical_paths_the_likelier_wins():
     tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0)])
     probs = torch.tensor([[[0.4, 0.6, 0], [0.9, 0.1, 0], [0.5, 0.5, 0], [1, 0, 0], [0, 1, 0]]])
     tokens = torch.tensor([[2, 0, 1, 0, 0]])  # 0.4 * 0.9 = 0.36 against 0.6 * 0.5 = 0.3
     accepted = accept_typical(shape_of(tree), tokens, probs, Typical(0.09, 0.3))
     assert (accepted.node.tolist(), accepted.next_token.tolist()) == ([3], [0])
+
+
+def test_the_likelier_of_two_unlikely_paths_wins():
+    """Three nodes at p = 1e-3 each: a sum of depth and likelihood would round them equal."""
+    tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0)])
+    probs = torch.full((1, tree.tree_size, 2000), (1 - 0.0016) / 1998)
+    probs[..., 0], probs[..., 1] = 0.0006, 0.001  # above 0.3 * exp(-entropy) = 0.3 / 2000
+    tokens = torch.tensor([[0, *(path[0] for path in tree.paths[1:])]])
+    accepted = accept_typical(shape_of(tree), tokens, probs, Typical(0.09, 0.3))
+    assert accepted.node.tolist() == [tree.paths.index((1, 0, 0))]
 
 
 @settings(max_examples=60, deadline=None)
@@ -224,14 +242,26 @@ def test_equal_distributions_are_always_accepted(seed):
     assert accepted.node.tolist() == [1]
 
 
-def test_an_empty_residual_and_impossible_candidates():
+def test_an_empty_residual_keeps_the_target():
+    pair = shape_of(Tree.from_paths([(0,), (1,)]))
+    draft = torch.tensor([[[0.9, 0.5]]])  # rounding, exaggerated: q >= p everywhere
+    uniforms = torch.tensor([[0.0, 0.99, 0.99, 0.4], [0.0, 0.99, 0.99, 0.6]])
+    tokens = torch.tensor([[9, 0, 0]]).expand(2, -1)  # refused, then not to be had again
+    accepted = accept_sampled(
+        pair, tokens, after([[0.5, 0.5]] * 3), draft.expand(2, -1, -1), uniforms
+    )
+    assert (accepted.node.tolist(), accepted.next_token.tolist()) == ([0, 0], [0, 1])
+
+
+@pytest.mark.parametrize(("last", "token"), [(0.1, 0), (0.4, 1), (0.9, 2)])
+def test_candidates_that_the_draft_cannot_draw_change_nothing(last, token):
     star = shape_of(TREES["star"])
+    tokens = torch.tensor([[9, 1, 2, 3, 1, 2, 3, 1]])
+    uniforms = torch.tensor([[0.0] * 8 + [last]])
     certain = torch.tensor([[[1.0, 0.0, 0.0, 0.0]]])
-    tokens = torch.tensor([[9, 1, 2, 3, 0, 0, 0, 0]])  # drafts that q could not have drawn
-    uniforms = torch.zeros(1, 9)
-    accepted = accept_sampled(star, tokens, after([[1.0, 0, 0, 0]] * 8), certain, uniforms)
-    assert accepted.next_token.tolist() == [0]
-    assert not torch.isnan(accepted.node.float()).any()
+    probs_at = after([[0.25, 0.25, 0.5, 0.0]] * 8)
+    accepted = accept_sampled(star, tokens, probs_at, certain, uniforms)
+    assert (accepted.node.tolist(), accepted.next_token.tolist()) == ([0], [token])
 
 
 # Sampling, by its distribution
@@ -353,13 +383,18 @@ def test_target_probs_by_hand():
     expect(target_probs(logits, 1.0, 0.5, 0), torch.tensor([1.0, 0, 0, 0]))
     expect(target_probs(logits, 1.0, 0.51, 0), torch.tensor([2, 1, 0, 0]) / 3)
     expect(target_probs(logits, 1.0, 0.8, 0), torch.tensor([4, 2, 1, 0]) / 7)  # smaller id first
-    expect(target_probs(logits, 1.0, 1e-9, 0), torch.tensor([1.0, 0, 0, 0]))
+    for top_p in (1e-9, 1e-50):  # 1e-50 is 0 in float32
+        expect(target_probs(logits, 1.0, top_p, 0), torch.tensor([1.0, 0, 0, 0]))
     expect(target_probs(logits, 1.0, 0.7, 2), torch.tensor([2, 1, 0, 0]) / 3)
     masked = torch.tensor([0.0, -math.inf, 0.0, -math.inf])
     expect(target_probs(masked, 1.0, 0.9, 3), torch.tensor([0.5, 0, 0.5, 0]))
+    for temperature in (1e-3, 1e-40, 5e-324):  # float32 would overflow
+        expect(target_probs(logits, temperature, 0.9, 2), torch.tensor([1.0, 0, 0, 0]))
 
 
-@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.24, 1), (0.26, 3), (1 - 2**-24, 3)])
+@pytest.mark.parametrize(
+    ("uniform", "token"), [(0.0, 1), (0.24, 1), (0.26, 3), (1 - 2**-24, 3), (1.0, 3)]
+)
 def test_draw_never_returns_the_impossible(uniform, token):
     probs = torch.tensor([[0, 0.25, 0, 0.75, 0, 0]])
     assert draw(probs, torch.tensor([uniform])).tolist() == [token]
@@ -389,6 +424,7 @@ def test_sampling_without_replacement_follows_the_probabilities():
         (lambda: Sampling(-1), "temperature is -1; it must be a number above 0"),
         (lambda: Sampling(math.nan), "temperature is nan"),
         (lambda: Sampling(math.inf), "temperature is inf"),
+        (lambda: Sampling(10**400), "temperature is 1000"),
         (lambda: Sampling(True), "temperature is True"),
         (lambda: Sampling(top_p=0), r"top_p is 0; it must be a number in \(0, 1\]"),
         (lambda: Sampling(top_p=1.2), r"top_p is 1.2; it must be a number in \(0, 1\]"),
@@ -399,6 +435,7 @@ def test_sampling_without_replacement_follows_the_probabilities():
         (lambda: Typical(delta=0), "delta is 0; it must be a number above 0"),
         (lambda: rule_from({"rule": "nucleus"}), "unknown decoding rule 'nucleus'; choose one of"),
         (lambda: rule_from({}), "unknown decoding rule None"),
+        (lambda: rule_from({"rule": ["greedy"]}), r"unknown decoding rule \['greedy'\]"),
         (lambda: rule_from({"rule": "greedy", "top_p": 1}), "greedy has no setting 'top_p'"),
         (lambda: rule_from({"rule": "typical", "top_p": 1}), "it has epsilon, delta, temperature"),
     ],

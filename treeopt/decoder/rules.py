@@ -11,6 +11,7 @@ backbone's own output. Typical acceptance is not.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
@@ -24,6 +25,8 @@ from treeopt.tree import NO_CHILD, NO_PARENT, ROOT, Tree
 
 ProbsAt = Callable[[Tensor], Tensor]
 """Returns the target distributions float32 [B, V] after one node per row, int64 [B]."""
+
+_COLDEST = 1e-30  # greedy in effect; logits divided by less overflow float32
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def rule_from(section: Mapping[str, Any]) -> Rule:
     """
     settings = dict(section)
     name = settings.pop("rule", None)
-    if name not in _RULES:
+    if not isinstance(name, str) or name not in _RULES:
         raise DataError(f"unknown decoding rule {name!r}; choose one of {', '.join(_RULES)}")
     known = [field.name for field in fields(_RULES[name])]
     for key in settings:
@@ -201,7 +204,8 @@ def accept_sampled(
 
     Child after child: token x is accepted with probability min(1, p(x) / q(x)), where p is what is
     left of the target and q the draft distribution without the siblings refused so far. A refusal
-    leaves p = norm(max(p - q, 0)). After the last one the next token is drawn from p.
+    leaves p = norm(max(p - q, 0)). After the last one the next token is drawn from p. A token of
+    q(x) = 0, which only fills a short list, is passed over: it tested nothing.
 
     Source: arXiv 2402.12374 (Sequoia), algorithm 2.
 
@@ -225,7 +229,7 @@ def accept_sampled(
             p, q = _at(left, token), _at(draft, token)
             takes = testing & (q > 0) & (_at(uniforms, child.clamp(min=0)) * q < p)
             chosen = torch.where(takes, child, chosen)
-            refused = (testing & ~takes)[:, None]
+            refused = (testing & ~takes & (q > 0))[:, None]
             left = torch.where(refused, _normalised((left - draft).clamp(min=0), left), left)
             without = draft.scatter(1, token[:, None], 0)
             draft = torch.where(refused, _normalised(without, without), draft)
@@ -250,11 +254,12 @@ def accept_typical(shape: TreeShape, tokens: Tensor, probs: Tensor, rule: Typica
     parents = shape.parents
     given = probs[:, parents].gather(2, tokens[..., None])[..., 0]  # of each node's own token
     accepted = _with_ancestors(shape, (given > bar[:, parents]) | shape.is_root)
-    # The root's token was emitted before; log-likelihoods below 0 break ties between depths.
-    log_likelihood = torch.where(shape.is_root, 0.0, given.clamp(min=1e-30).log())
-    along = (shape.ancestors * log_likelihood[:, None]).sum(-1)
-    score = shape.depths + torch.sigmoid(along)  # sigmoid of a value <= 0 lies in (0, 1/2]
-    node = torch.where(accepted, score, -1.0).argmax(-1)
+    log_probs = torch.where(shape.is_root, 0.0, given.log())  # the root was emitted before
+    along = torch.where(shape.ancestors, log_probs[:, None], 0.0).sum(-1)
+    # Depth first, then likelihood: added into one score, it would be lost in rounding.
+    depths = torch.where(accepted, shape.depths, -1)
+    longest = depths == depths.amax(-1, keepdim=True)
+    node = torch.where(longest, along, -math.inf).argmax(-1)
     rows = torch.arange(len(tokens), device=tokens.device)
     return Accepted(node, probs[rows, node].argmax(-1))
 
@@ -265,7 +270,7 @@ def target_probs(logits: Tensor, temperature: float, top_p: float, top_k: int) -
     Temperature first, then the ``top_k`` best tokens and those equal to the last of them (0: all),
     then the smallest set with at least ``top_p`` of the mass, the smaller id first among equals.
     """
-    scaled = logits.float() / temperature
+    scaled = logits.float() / max(temperature, _COLDEST)
     if top_k and top_k < scaled.shape[-1]:
         lowest = scaled.topk(top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < lowest, -math.inf)
@@ -325,8 +330,8 @@ def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
 
 
 def _check(value: Any, name: str, low: float, high: float, hint: str = "") -> None:
-    """Raise DataError unless ``value`` is a number in (low, high], or below an infinite high."""
+    """Raise DataError unless ``value`` is a finite number in (low, high]."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not low < value <= high or math.isinf(value):
+    if not number or not low < value <= min(high, sys.float_info.max):
         above = f"above {low}" if math.isinf(high) else f"in ({low}, {high}]"
         raise DataError(f"{name} is {value!r}; it must be a number {above}{hint}")
