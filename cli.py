@@ -154,14 +154,16 @@ def profile(
     """Measure what a verify step costs on this machine, by tree size and context."""
     from calibration.profile import SIZES, num_steps
     from calibration.profile import profile as measure
+    from treeopt.models.heads import compile_models
 
     batches, contexts = numbers("--batch", batch), numbers("--context", context)
     tree_sizes = numbers("--sizes", sizes) if sizes else list(SIZES)
     backbone, heads = load_models(**models)
     if compiles:
         num_tokens = max(contexts) + max(tree_sizes)
-        backbone = backbone.compile(tree_sizes, heads.num_heads, num_tokens, console.say_compiling)
-        heads = heads.on(backbone)
+        backbone, heads = compile_models(
+            backbone, heads, tree_sizes, heads.num_heads, num_tokens, console.say_compiling
+        )
     with progress("profiling", num_steps(tree_sizes, contexts, batches, rounds)) as advance:
         cost = measure(
             backbone,
@@ -360,6 +362,7 @@ def generate(
     """Stream the answer to PROMPT, decoded with a preset's tree."""
     from treeopt.decoder.api import Decoder, as_messages
     from treeopt.decoder.rules import rule_from
+    from treeopt.models.heads import compile_models
     from treeopt.preset import load_preset
 
     preset = load_preset(preset_name)
@@ -371,8 +374,9 @@ def generate(
         num_tokens = len(backbone.encode(as_messages(prompt))) + max_new_tokens
         num_tokens += preset.tree_size
         sizes, num_heads = (preset.tree_size,), preset.tree.depth
-        backbone = backbone.compile(sizes, num_heads, num_tokens, console.say_compiling)
-        heads = heads.on(backbone)
+        backbone, heads = compile_models(
+            backbone, heads, sizes, num_heads, num_tokens, console.say_compiling
+        )
     stream = Decoder(preset, backbone, heads, rule=rule, seed=seed).stream(prompt, max_new_tokens)
     for piece in stream:
         click.echo(piece, nl=False)

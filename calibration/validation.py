@@ -11,7 +11,7 @@ from treeopt.decoder.plain import room_for
 from treeopt.decoder.tree import TreeDecoder
 from treeopt.decoder.validate import explain_mismatch, validate
 from treeopt.models.backbone import Backbone
-from treeopt.models.heads import MedusaHeads
+from treeopt.models.heads import MedusaHeads, compile_models
 from treeopt.preset import Preset, Section
 from treeopt.provenance import library_versions, now
 from treeopt.report import DecodeReport
@@ -44,8 +44,9 @@ def run_validation(
         room_for(backbone, prompt, max_new_tokens)
     if compiles:
         longest = max(map(len, prompts)) + max_new_tokens + preset.tree_size
-        backbone = backbone.compile((preset.tree_size,), preset.tree.depth, longest, on_compile)
-        heads = heads.on(backbone)
+        backbone, heads = compile_models(
+            backbone, heads, (preset.tree_size,), preset.tree.depth, longest, on_compile
+        )
     decoder = TreeDecoder(backbone, heads, preset.tree)
     report = validate(
         backbone, decoder, prompts, max_new_tokens=max_new_tokens, on_prompt=on_prompt

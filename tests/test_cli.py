@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -405,21 +406,23 @@ def test_a_full_disk(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(file.name for file in here.iterdir()) == ["p.yaml", "table.json"]
 
 
-def test_validate_fails_when_outputs_differ(
-    here: Path, models: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def accept_the_first_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make decoders accept the first child unseen."""
     from treeopt.decoder.rules import Accepted
     from treeopt.decoder.tree import TreeDecoder
 
+    def first_child(self: TreeDecoder, tokens: Any, logits: Any, *rest: Any) -> Accepted:
+        return Accepted(tokens.new_tensor([1]), logits[:, 1].max(-1).indices)
+
+    monkeypatch.setattr(TreeDecoder, "accept", first_child)
+
+
+def test_validate_fails_when_outputs_differ(
+    here: Path, models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calibrated(here)
     done("build", "--budget", "5", "--out", "p.yaml")
-    monkeypatch.setattr(  # a decoder that accepts the first child unseen
-        TreeDecoder,
-        "accept",
-        lambda self, tokens, logits, *rest: Accepted(
-            tokens.new_tensor([1]), logits[:, 1].max(-1).indices
-        ),
-    )
+    accept_the_first_child(monkeypatch)
     result = run("validate", "p.yaml", "--data", "prompts.jsonl", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["equal"] is False
@@ -489,18 +492,9 @@ def test_generate_samples_with_a_seed(here: Path, models: None) -> None:
 def test_debug_mismatch_explains_the_first_difference(
     here: Path, models: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from treeopt.decoder.rules import Accepted
-    from treeopt.decoder.tree import TreeDecoder
-
     calibrated(here)
     done("build", "--budget", "5", "--out", "p.yaml")
-    monkeypatch.setattr(
-        TreeDecoder,
-        "accept",
-        lambda self, tokens, logits, *rest: Accepted(
-            tokens.new_tensor([1]), logits[:, 1].max(-1).indices
-        ),
-    )
+    accept_the_first_child(monkeypatch)
     result = run("validate", "p.yaml", "--data", "prompts.jsonl", "--debug-mismatch")
     assert result.exit_code == 1
     for part in ("plain decoding says", "accepted path [0]", "ancestors [0, 1] at", "mask row 1"):

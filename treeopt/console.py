@@ -137,6 +137,7 @@ def show_report(preset: Preset, report: DecodeReport, as_json: bool) -> None:
         ("replayed acceptance length", _predicted(predicted)),
         ("measured acceptance length", _interval(report.acceptance_length)),
         ("overhead of a step", _interval(report.overhead)),
+        ("forward calls", _forward_calls(report.machine)),
         ("outside model calls", f"{report.outside_model_share:.1%} of a step"),
         ("a step, ms", _step_times(report)),
         ("accepted by depth", ", ".join(f"{share:.0%}" for share in report.accepted_by_depth)),
@@ -180,6 +181,13 @@ def _equality(report: DecodeReport) -> str:
             f"(logits at most {widest:.3f} apart)"
         )
     return f"NO: {sum(not m.is_near_tie for m in report.mismatches)} answers differ"
+
+
+def _forward_calls(machine: Row) -> str:
+    """Return which kind of forward calls were measured."""
+    if rows := machine.get("compiled_rows"):
+        return f"compiled for {', '.join(map(str, rows))} rows, in {machine['compile_s']} s now"
+    return f"eager, linear layers {machine.get('linear_layers', 'as loaded')}"
 
 
 def _step_times(report: DecodeReport) -> str:

@@ -6,7 +6,7 @@
     ├── TraceError        a calibration file that is damaged, too small, or made for something else
     ├── PresetError       a preset with a wrong, missing or unknown key
     ├── CostError         a step-cost file that is damaged or measured elsewhere
-    ├── DataError         a prompt file that cannot be read or has no known shape
+    ├── DataError         prompts, decoding settings or logits that cannot be worked with
     ├── ModelError        a backbone that cannot be loaded or that a tree mask cannot verify
     └── HeadsError        a head checkpoint with missing, extra or misshapen tensors
 
@@ -42,7 +42,7 @@ class CostError(TreeoptError):
 
 
 class DataError(TreeoptError):
-    """A prompt file that cannot be read, or rows of no known shape."""
+    """A prompt file, a prompt, a decoding setting or logits that cannot be worked with."""
 
 
 class ModelError(TreeoptError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import generation
 from treeopt.decoder.rules import Greedy, Rule, Sampling
 from treeopt.decoder.tree import TreeDecoder
 from treeopt.errors import DataError
-from treeopt.models.backbone import Backbone, check_rows, check_verifiable
+from treeopt.models.backbone import Backbone, check_rows, check_verifiable, id_set
 from treeopt.models.heads import load_heads
 from treeopt.preset import Preset, load_preset
 
@@ -72,7 +73,7 @@ def treeopt_decoder(
             check_rows(backbone)
             ready[id(model)] = backbone, load_heads(spec, backbone)
         known, known_heads = ready[id(model)]
-        backbone = Backbone(known.id, "", model, None, _eos_ids(generation_config))
+        backbone = replace(known, eos_ids=id_set(generation_config.eos_token_id))
         decoder = TreeDecoder(backbone, known_heads, loaded.tree, rule, seed)
         answers = _answers(decoder, input_ids, stopping_criteria, generation_config, streamer,
                            model_kwargs.get("attention_mask"))  # fmt: skip
@@ -109,13 +110,6 @@ def _rule(config: Any, processors: Any) -> Rule:
     return Sampling(**{name: value for name, value in settings.items() if value is not None})
 
 
-def _eos_ids(config: Any) -> frozenset[int]:
-    ids = config.eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
-
-
 def _answers(
     decoder: TreeDecoder,
     input_ids: Tensor,
@@ -127,10 +121,9 @@ def _answers(
     """Return the answer to each row of ``input_ids`` [B, n], streamed on the way."""
     if streamer is not None and len(input_ids) > 1:
         raise DataError(f"a streamer shows one answer; {len(input_ids)} prompts were given")
-    rows = input_ids.tolist()
-    if attention_mask is not None:  # padding, on either side, is not part of the prompt
-        shown = attention_mask.bool().tolist()
-        rows = [[t for t, keep in zip(*pair, strict=True) if keep] for pair in zip(rows, shown)]  # noqa: B905
+    # Padding, on either side, is not part of the prompt.
+    shown = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    rows = [row[keep].tolist() for row, keep in zip(input_ids, shown.bool(), strict=True)]
     own = [c for c in criteria if type(c).__name__ not in _KNOWN_CRITERIA]
     answers: list[list[int]] = [[] for _ in rows]
 
@@ -156,7 +149,7 @@ def _padded(input_ids: Tensor, answers: list[list[int]], config: Any) -> Tensor:
     """Return prompts and answers as ``generate`` does: int64 [B, longest], padded on the right."""
     pad = config.pad_token_id
     if pad is None:
-        pad = min(_eos_ids(config), default=0)
+        pad = min(id_set(config.eos_token_id), default=0)
     longest = max(map(len, answers))
     padded = [answer + [pad] * (longest - len(answer)) for answer in answers]
     return torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)

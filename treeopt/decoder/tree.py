@@ -85,7 +85,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did in each row: draft tokens accepted, the token that follows, its node.
+    """What one step did in one row: draft tokens accepted, the token that follows, its node.
 
     token: the next root; ``valid`` is False where its logits held a value that is not a number.
     """
@@ -172,7 +172,7 @@ class TreeDecoder:
             if not live:
                 return
             batch.cache.length = max(sequence.length for sequence in live)
-            clock = _Clock(self.backbone.device, active=logs is not None)
+            clock = None if logs is None else _Clock(self.backbone.device)
             steps = self.step(batch, [None if s is None else s.generator for s in rows], clock)
             for row, (sequence, step) in enumerate(zip(rows, steps, strict=True)):
                 if sequence is None:
@@ -180,7 +180,6 @@ class TreeDecoder:
                 emitted = self._emit(sequence, step, clock, stop)
                 if emitted.ended:
                     rows[row] = None
-                    batch.cache.set_length(row, 0)
                 yield emitted
 
     def new_batch(self, num_tokens: int, num_rows: int) -> Batch:
@@ -231,7 +230,7 @@ class TreeDecoder:
         accepted = self.accept(tokens, logits, draft_probs, generators)
         paths = self.shape.paths[accepted.node]
         counts = self.shape.depths[accepted.node] + 1
-        everything = self._packed(tokens, logits, accepted, paths)  # the step's only copy to host
+        everything = self._to_host(tokens, logits, accepted, paths)  # the step's only copy to host
         lap("accept")
         batch.cache.keep(paths, counts)
         index = torch.arange(len(counts), device=counts.device)
@@ -329,7 +328,7 @@ class TreeDecoder:
         table[:, -1] = backbone.masked
         return table
 
-    def _packed(
+    def _to_host(
         self, tokens: Tensor, logits: Tensor, accepted: Accepted, paths: Tensor
     ) -> list[list[int]]:
         """Return per row: tokens on the accepted path, the next token, the node, "not a number"."""
@@ -379,7 +378,7 @@ class TreeDecoder:
     def _ends(self, prompt: int, token: int, stop: Stop) -> bool:
         return stop(prompt, token) or token in self.backbone.eos_ids  # stop sees every token
 
-    def _emit(self, sequence: _Sequence, step: Step, clock: _Clock, stop: Stop) -> Emitted:
+    def _emit(self, sequence: _Sequence, step: Step, clock: _Clock | None, stop: Stop) -> Emitted:
         """Book a step of one sequence; return its tokens up to the end token or the limit."""
         log, position = sequence.log, len(sequence.log.num_accepted)
         if not step.valid:
@@ -394,7 +393,8 @@ class TreeDecoder:
         sequence.remaining -= len(tokens)
         log.num_accepted.append(min(len(step.accepted), len(tokens)))
         log.nodes.append(step.node)
-        clock.book(log)
+        if clock:
+            clock.book(log)
         return Emitted(sequence.prompt, tokens, ended)
 
 
@@ -413,25 +413,23 @@ def _not_a_number(step: int) -> DataError:
 
 
 class _Clock:
-    """Times the phases of one step; does nothing unless active."""
+    """Times the phases of one step."""
 
-    def __init__(self, device: torch.device, active: bool) -> None:
-        self.device, self.active = device, active
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.phase_s: dict[str, float] = {}
-        self.start = self.last = self._now() if active else 0.0
+        self.start = self.last = self._now()
 
     def lap(self, phase: str) -> None:
-        if self.active:
-            now = self._now()
-            self.phase_s[phase] = now - self.last
-            self.last = now
+        now = self._now()
+        self.phase_s[phase] = now - self.last
+        self.last = now
 
     def book(self, log: StepLog) -> None:
         """Add the step to ``log``."""
-        if self.active:
-            log.step_s.append(self.last - self.start)
-            for phase, seconds in self.phase_s.items():
-                log.phase_s[phase] += seconds
+        log.step_s.append(self.last - self.start)
+        for phase, seconds in self.phase_s.items():
+            log.phase_s[phase] += seconds
 
     def _now(self) -> float:
         if self.device.type == "cuda":

@@ -21,7 +21,7 @@ from torch import Tensor
 from treeopt.errors import ModelError
 from treeopt.files import sha256_of_file
 from treeopt.models import embedded
-from treeopt.models.cache import KVCache, RaggedCache, without_lm_head
+from treeopt.models.cache import KVCache, RaggedCache
 from treeopt.models.compiled import CompiledForwards, capacity_for, compile_forwards
 from treeopt.models.gguf import convert_gguf
 from treeopt.models.packed import packed_twin
@@ -90,6 +90,7 @@ class Backbone:
             "threads": torch.get_num_threads(),
             "linear_layers": "as loaded" if self.packed is None else "packed",
             "compiled_rows": sorted(self.compiled.calls) if self.compiled else [],
+            "compile_s": round(self.compiled.compile_s, 1) if self.compiled else 0.0,
             "backbone": self.id,
             "backbone_sha256": self.sha256,
             **library_versions(),
@@ -105,8 +106,8 @@ class Backbone:
         return RaggedCache(layers, self._capacity(capacity), num_rows, self.device)
 
     def _capacity(self, num_tokens: int) -> int:
-        compiled = self.compiled
-        return compiled.capacity if compiled and compiled.fits(num_tokens) else num_tokens
+        fixed = self.compiled.capacity if self.compiled else 0
+        return fixed if num_tokens <= fixed else num_tokens
 
     def compile(
         self,
@@ -139,7 +140,14 @@ class Backbone:
         sizes = sorted({1, *tree_sizes})
         projected = sorted({*sizes, num_heads} - {0})
         forwards = compile_forwards(
-            self.model, self.sha256, probe.buffer, self.masked, sizes, projected, on_compile
+            _without_lm_head(self.model),
+            self.lm_head,
+            f"{self.sha256} {type(self.model).__name__} {self.model.config.to_dict()}",
+            probe.buffer,
+            self.masked,
+            sizes,
+            projected,
+            on_compile,
         )
         return replace(self, compiled=forwards)
 
@@ -158,7 +166,7 @@ class Backbone:
         if self.compiled and self.compiled.serves(input_ids, cache):
             return self.compiled.run(input_ids, cache, position_ids, mask)
         return cache.run(
-            without_lm_head(self.runner), input_ids, position_ids=position_ids, attention_mask=mask
+            _without_lm_head(self.runner), input_ids, position_ids=position_ids, attention_mask=mask
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -246,7 +254,7 @@ def check_verifiable(config: Any) -> None:
 def check_rows(backbone: Backbone) -> None:
     """Raise ModelError unless the model lets treeopt place and cache rows and read its states."""
     config = backbone.model.config
-    parameters = inspect.signature(type(without_lm_head(backbone.model)).forward).parameters
+    parameters = inspect.signature(type(_without_lm_head(backbone.model)).forward).parameters
     if "position_ids" not in parameters or getattr(config, "alibi", False):
         raise ModelError(
             f"{config.model_type} takes no position ids; the siblings of a tree share a position"
@@ -259,6 +267,13 @@ def check_rows(backbone: Backbone) -> None:
         raise ModelError(f"{config.model_type} has no key-value cache or no context length")
     if (ours - theirs).abs().max() > 0.05 * theirs.abs().max():
         raise ModelError(f"{config.model_type} does more to its logits than its LM head")
+
+
+def _without_lm_head(model: Any) -> Any:
+    """Return the part of ``model`` that ends with hidden states."""
+    base = model.base_model
+    # Gemma 3's text model names a part that it lacks before transformers 5.
+    return model.model if base is model else base
 
 
 @contextlib.contextmanager
@@ -336,7 +351,12 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
         ids = model.config.eos_token_id if model.config.eos_token_id is not None else []
     if ids == [] and tokenizer.eos_token_id is not None:
         ids = tokenizer.eos_token_id
-    return frozenset([ids] if isinstance(ids, int) else ids)
+    return id_set(ids)
+
+
+def id_set(ids: int | Iterable[int] | None) -> frozenset[int]:
+    """Return the token ids of a configuration's entry: one, several or none."""
+    return frozenset([ids] if isinstance(ids, int) else ids or ())
 
 
 def _digest(source: str) -> str:

@@ -169,13 +169,6 @@ class _Row(KVCache):
         return self.owner.memory_of(self.index, keys)
 
 
-def without_lm_head(model: Any) -> Any:
-    """Return the part of ``model`` that ends with hidden states."""
-    base = model.base_model
-    # Gemma 3's text model names a part that it lacks before transformers 5.
-    return model.model if base is model else base
-
-
 def cache_argument(model_class: Any) -> str:
     """Return what this release of transformers calls the cache argument of ``forward``."""
     parameters = inspect.signature(model_class.forward).parameters

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from treeopt.errors import ModelError
 from treeopt.files import cached
-from treeopt.models.cache import KVCache, cache_argument, static_adapter, without_lm_head
+from treeopt.models.cache import KVCache, cache_argument, static_adapter
 
 _FILE = "forward.pt2"
 _SMALLEST = 512  # capacities are this, doubled until the text fits: few shapes, few compilations
@@ -47,10 +47,6 @@ class CompiledForwards:
     calls: dict[int, Callable[..., Tensor]]
     projections: dict[int, Callable[..., Tensor]]
     compile_s: float
-
-    def fits(self, num_tokens: int) -> bool:
-        """Return whether a cache for ``num_tokens`` can have the compiled capacity."""
-        return num_tokens <= self.capacity
 
     def serves(self, input_ids: Tensor, cache: KVCache) -> bool:
         """Return whether this call's shape was compiled; prompts, for one, are read eagerly."""
@@ -81,10 +77,8 @@ class CompiledForwards:
             mask = torch.where(visible, 0.0, self.masked).to(cache.buffer.dtype)[None, None]
         else:
             mask = functional.pad(mask, (0, self.capacity - mask.shape[-1]), value=self.masked)
-        keys, values = cache.buffer.flatten(1, 2).view(2, -1, *cache.buffer.shape[2:]).unbind()
-        hidden = self.calls[num_new](
-            input_ids, position_ids, slots, mask, list(keys.unbind()), list(values.unbind())
-        )
+        keys, values = cache.buffer
+        hidden = self.calls[num_new](input_ids, position_ids, slots, mask, list(keys), list(values))
         cache.advance(num_new)
         return hidden
 
@@ -105,8 +99,9 @@ def capacity_for(num_tokens: int) -> int:
 
 
 def compile_forwards(
-    model: Any,
-    digest: str,
+    base: nn.Module,
+    lm_head: nn.Linear,
+    identity: str,
     buffer: Tensor,
     masked: float,
     sizes: Iterable[int],
@@ -116,8 +111,9 @@ def compile_forwards(
     """Return forward calls of ``sizes`` new tokens, from disk where they were compiled before.
 
     Args:
-        model: the transformers model, on a CPU.
-        digest: what identifies its weights.
+        base: the transformers model without its LM head, on a CPU.
+        lm_head: the LM head.
+        identity: what tells these weights and their configuration from others.
         buffer: a cache's block [2, L, 1, H, C, D]; its capacity is what is compiled for.
         projected: numbers of rows to compile the LM head for.
         on_compile: called with each size that has to be compiled now.
@@ -135,14 +131,14 @@ def compile_forwards(
             spent[0] += time.perf_counter() - start
 
         shapes = (type(module).__name__, size, tuple(buffer.shape), buffer.dtype)
-        directory = cached(f"compiled/{_key(model, digest, *shapes)}", make)
+        directory = cached(f"compiled/{_key(identity, *shapes)}", make)
         return torch._inductor.aoti_load_package(str(directory / _FILE))
 
-    forward, head = _Forward(model).eval(), model.get_output_embeddings()
+    forward = _Forward(base).eval()
     calls = {size: library(forward, size, *_arguments(buffer, masked, size)) for size in sizes}
-    width = head.weight.shape[1]
+    width = lm_head.weight.shape[1]
     projections = {
-        rows: library(head, rows, torch.zeros((rows, width), dtype=buffer.dtype))
+        rows: library(lm_head, rows, torch.zeros((rows, width), dtype=buffer.dtype))
         for rows in projected
     }
     return CompiledForwards(buffer.shape[-2], masked, calls, projections, spent[0])
@@ -151,9 +147,9 @@ def compile_forwards(
 class _Forward(nn.Module):
     """The backbone without its LM head, as a function of tensors alone."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        self.base = without_lm_head(model)
+        self.base = base
 
     def forward(
         self,
@@ -216,12 +212,12 @@ def _compile(module: nn.Module, arguments: tuple[Any, ...], directory: Path) -> 
         quiet.setLevel(level)
 
 
-def _key(model: Any, digest: str, *shapes: Any) -> str:
+def _key(identity: str, *shapes: Any) -> str:
     """Return what a compiled library depends on, as a name."""
     import transformers
 
     parts = (
-        digest, *shapes, torch.__version__, transformers.__version__, torch.get_num_threads(),
-        torch.backends.cpu.get_cpu_capability(), type(model).__name__, str(model.config.to_dict()),
+        identity, *shapes, torch.__version__, transformers.__version__, torch.get_num_threads(),
+        torch.backends.cpu.get_cpu_capability(),
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]

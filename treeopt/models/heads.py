@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -69,12 +69,6 @@ class MedusaHeads(nn.Module):
                 projection.weight.data.copy_(backbone.lm_head.weight)
                 self.projections.append(projection)
         self._backbone = (backbone,)  # in a tuple, so that its weights are not the heads' own
-
-    def on(self, backbone: Backbone) -> MedusaHeads:
-        """Return the same heads, projecting through ``backbone``: another view of their own."""
-        other = copy.copy(self)
-        object.__setattr__(other, "_backbone", (backbone,))
-        return other
 
     @property
     def num_heads(self) -> int:
@@ -140,6 +134,21 @@ def load_heads(spec: str | Path, backbone: Backbone) -> MedusaHeads:
     _copy(tensors, heads, path)
     heads.id, heads.sha256 = str(spec), sha256_of_file(path)
     return heads.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
+
+
+def compile_models(
+    backbone: Backbone,
+    heads: MedusaHeads,
+    tree_sizes: Iterable[int],
+    num_heads: int,
+    num_tokens: int,
+    on_compile: Callable[[int], None] = lambda size: None,
+) -> tuple[Backbone, MedusaHeads]:
+    """Return ``backbone.compile(…)`` and the same heads, which project through it."""
+    compiled = backbone.compile(tree_sizes, num_heads, num_tokens, on_compile)
+    other = copy.copy(heads)
+    other._backbone = (compiled,)
+    return compiled, other
 
 
 def resolve_heads(spec: str | Path) -> Path:
