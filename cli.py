@@ -268,6 +268,46 @@ def compare(preset_names: tuple[str, str], calibration: Path | None, as_json: bo
 
 @main.command()
 @click.argument("preset_name", metavar="PRESET")
+@click.option("--calibration", type=click.Path(path_type=Path), help="[default: the newest here]")
+@click.option("--cost", "cost_file", type=click.Path(path_type=Path), required=True)
+@click.option("--rate", type=float, required=True, help="Requests per second, on average.")
+@click.option("--max-batch", type=click.IntRange(min=1), help="[default: the largest measured]")
+@click.option("--context", type=click.IntRange(min=1), help="[default: the shortest measured]")
+@click.option("--requests", type=click.IntRange(min=1), default=200, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@json_option
+def simulate(
+    preset_name: str,
+    calibration: Path | None,
+    cost_file: Path,
+    rate: float,
+    max_batch: int | None,
+    context: int | None,
+    requests: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Simulate a server: requests arrive at random and share calls, without a model."""
+    from treeopt.cost import StepCost
+    from treeopt.preset import load_preset
+    from treeopt.serving import Workload
+    from treeopt.serving import simulate as serve
+
+    preset, (_, trace) = load_preset(preset_name), load_trace(calibration)
+    cost = StepCost.load(cost_file)
+    cost.check_matches({"backbone_sha256": trace.provenance.get("backbone_sha256")})
+    context = context or min(context for _, context in cost.situations())
+    max_batch = max_batch or max(batch for batch, _ in cost.situations())
+    workload = Workload.poisson(trace, rate, requests, seed)
+    sides = serve(trace, preset, cost, workload, max_batch=max_batch, context=context)
+    console.show_served(
+        preset, sides, {"rate": rate, "max_batch": max_batch, "context": context, "seed": seed},
+        as_json,
+    )  # fmt: skip
+
+
+@main.command()
+@click.argument("preset_name", metavar="PRESET")
 @data_option
 @click.option("--limit", type=click.IntRange(min=1), default=16, show_default=True)
 @model_options

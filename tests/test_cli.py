@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 import cli
 from tests import tiny
+from treeopt.cost import StepCost, StepTime
 from treeopt.errors import TreeoptError
 from treeopt.preset import load_preset
 from treeopt.trace import RankTrace
@@ -234,6 +235,64 @@ def test_compare_prints_a_paired_difference(here: Path, models: None) -> None:
     assert row["low"] <= row["difference"] <= row["high"]
 
 
+def served_files(here: Path) -> list[str]:
+    """Write a preset, its calibration and a made-up cost; return the command that serves them."""
+    calibrated(here)
+    done("build", "--budget", "6", "--out", "p.yaml")
+    times = [
+        StepTime(batch, 256, size, ms, ms, ms, 9)
+        for batch in (1, 2)
+        for size, ms in ((0, 10.0), (4, 11.0), (8, 12.0 * batch))
+    ]
+    sha256 = tiny.shared_backbone().sha256
+    StepCost(tuple(times), {"backbone": "tiny", "backbone_sha256": sha256}).save("cost.json")
+    return ["simulate", "p.yaml", "--cost", "cost.json", "--rate", "8", "--requests", "20"]
+
+
+def test_simulate_serves_all_policies_and_labels_every_number(here: Path, models: None) -> None:
+    arguments = served_files(here)
+    text = done(*arguments, "--json").stdout
+    value = json.loads(text)
+    assert value["simulated"] is True
+    assert (value["rate"], value["max_batch"], value["context"]) == (8.0, 2, 256)
+    assert (value["requests"], value["seed"]) == (20, 0)
+    none, fixed, admitted = value["policies"]
+    assert [side.pop("policy") for side in (none, fixed, admitted)] == [
+        "plain",
+        "fixed 6",
+        "admitted",
+    ]
+    for side in (none, fixed, admitted):
+        assert all(key.startswith("simulated_") for key in side)
+        assert all(number > 0 for number in side.values())
+    assert none["simulated_acceptance_length"] == 1
+    assert admitted["simulated_latency_mean_s"] < none["simulated_latency_mean_s"]
+    walked = json.loads(done("replay", "p.yaml", "--json").stdout)["acceptance_length"]
+    assert fixed["simulated_acceptance_length"] == pytest.approx(walked, rel=0.1)
+    again, other = (done(*arguments, "--json", "--seed", seed).stdout for seed in "01")
+    assert again == text
+    assert json.loads(other)["policies"] != json.loads(text)["policies"]
+    shown = done(*arguments).stdout
+    assert shown.startswith("Simulated: p, 20 requests at 8.0/s")
+    assert "admitted" in shown
+
+
+def test_simulate_refuses_what_it_cannot_serve(here: Path, models: None) -> None:
+    arguments = served_files(here)
+    assert "a rate of -1.0 requests/s" in refused(*arguments, "--rate", "-1")
+    assert "a rate of nan requests/s" in refused(*arguments, "--rate", "nan")
+    assert "a batch of 3 was not measured" in refused(*arguments, "--max-batch", "3")
+    assert "context 512 was not measured" in refused(*arguments, "--context", "512")
+    assert "cannot read gone.json" in refused(*arguments, "--cost", "gone.json")
+    cost = json.loads((here / "cost.json").read_text())
+    (here / "other.json").write_text(json.dumps(cost | {"machine": {"backbone_sha256": "f" * 64}}))
+    assert "was made for backbone_sha256" in refused(*arguments, "--cost", "other.json")
+    # A published tree, whose paths come without probabilities.
+    (here / "medusa.json").write_text("[[0], [0, 0], [1]]")
+    done("convert", "medusa.json", "--to", "preset", "--out", "medusa.yaml")
+    assert "has no tree.path_probs" in refused("simulate", "medusa.yaml", *arguments[2:])
+
+
 def test_convert_round_trip(here: Path) -> None:
     done("convert", str(Path(cli.__file__).parent / "presets/medusa-zephyr-stage2.yaml"),
          "--to", "medusa", "--out", "choices.py")  # fmt: skip
@@ -364,6 +423,9 @@ def test_usage_errors_exit_with_2(here: Path) -> None:
         ["build", "--budget", "many", "--out", "p.yaml"],
         ["build", "--budget", "auto", "--out", "p.yaml"],
         ["build", "--budget", "8", "--cost", "c.json", "--out", "p.yaml"],
+        ["simulate", "p.yaml", "--rate", "2"],
+        ["simulate", "p.yaml", "--cost", "c.json"],
+        ["simulate", "p.yaml", "--cost", "c.json", "--rate", "2", "--max-batch", "0"],
         ["profile", "--batch", "0"],
         ["profile", "--context", "big"],
         ["calibrate", "--max-new-tokens", "1"],

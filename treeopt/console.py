@@ -16,6 +16,7 @@ from rich.table import Table
 from treeopt.preset import Preset
 from treeopt.replay import Interval
 from treeopt.report import DecodeReport
+from treeopt.serving import Served
 from treeopt.trace import RankTrace
 
 stdout = Console(highlight=False)
@@ -144,6 +145,29 @@ def show_report(preset: Preset, report: DecodeReport, as_json: bool) -> None:
         ("equal to plain decode", _equality(report)),
     ):
         stdout.print(f"{name:<28}{text}")
+
+
+def show_served(preset: Preset, sides: Sequence[Served], setting: Row, as_json: bool) -> None:
+    """Print what each policy made of the same simulated requests."""
+    rows = [side.as_dict() for side in sides]
+    requests = len(sides[0].latency_s)
+    value = {"simulated": True, "preset": preset.name, "requests": requests, **setting}
+    # The title says "simulated" for every column; JSON names say it one by one.
+    columns = {
+        "policy": "policy",
+        "simulated_tokens_per_s": "tokens/s",
+        "simulated_latency_mean_s": "mean s",
+        "simulated_latency_p95_s": "p95 s",
+        "simulated_batch_mean": "batch",
+        "simulated_rows_mean": "rows",
+        "simulated_acceptance_length": "length",
+    }
+    shown = [{title: row[key] for key, title in columns.items()} for row in rows]
+    title = (
+        f"Simulated: {preset.name}, {requests} requests at {setting['rate']}/s, "
+        f"batch <= {setting['max_batch']}, context {setting['context']}"
+    )
+    emit(as_json, {**value, "policies": rows}, shown, title)
 
 
 def describe(preset: Preset) -> str:

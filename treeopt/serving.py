@@ -268,9 +268,9 @@ def simulate(
         return admit([weights] * num_running, costs[num_running - 1]).cuts
 
     policies: dict[str, Policy] = {
-        "no speculation": lambda num_running: (1,) * num_running,
-        f"fixed, {preset.tree_size} rows": lambda num_running: (preset.tree_size,) * num_running,
-        "admitted cuts": admitted,
+        "plain": lambda num_running: (1,) * num_running,
+        f"fixed {preset.tree_size}": lambda num_running: (preset.tree_size,) * num_running,
+        "admitted": admitted,
     }
     return [
         _serve(name, policy, trace, preset.ladder, costs, workload)
