@@ -1,7 +1,7 @@
 """The command line: arguments, one library call, a table on stdout, a file.
 
-Results go to stdout, progress and warnings to stderr. Exit 0 done, 1 refused, 2 usage. Nothing here
-imports torch until a command needs it.
+Results go to stdout, progress and warnings to stderr. Exit 0 done, 1 refused, 2 usage, 130
+interrupted. Nothing here imports torch until a command needs it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from treeopt.trace import RankTrace
 
 OUT_OF_MEMORY = "out of memory; a smaller batch, tree, context or --max-new-tokens needs less"
+INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 DEFAULT_TRACE = "calibration.safetensors"
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -41,7 +42,7 @@ class Group(click.Group):
         except TreeoptError as error:
             fail(str(error))
         except KeyboardInterrupt:
-            fail("interrupted; no file is left half-written")
+            fail("interrupted; no file is left half-written", INTERRUPTED)
         except OSError as error:
             fail(f"{error.filename or 'a file'}: {error.strerror or error}")
         except MemoryError:
@@ -52,10 +53,10 @@ class Group(click.Group):
             fail(OUT_OF_MEMORY)
 
 
-def fail(message: str) -> None:
-    """Print ``message`` as an error and exit with 1."""
+def fail(message: str, status: int = 1) -> None:
+    """Print ``message`` as an error and exit with ``status``."""
     click.echo(f"error: {message}", err=True)
-    sys.exit(1)
+    sys.exit(status)
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -470,22 +471,39 @@ def distill(
 @click.option("--data", "files", multiple=True, required=True, type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), default="heads.safetensors")
 @model_options
-@click.option("--num-heads", type=click.IntRange(min=1), default=4, show_default=True)
-@click.option("--num-blocks", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--num-heads", type=click.IntRange(min=1), help="Of new heads.  [default: 4]")
+@click.option("--num-blocks", type=click.IntRange(min=1), help="Of new heads.  [default: 2]")
 @click.option("--epochs", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--learning-rate", type=float, default=3e-3, show_default=True)
 @click.option("--batch-size", type=click.IntRange(min=1), default=1024, show_default=True)
 @click.option("--held-out", type=click.FloatRange(0, 0.5, min_open=True), default=0.03)
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Answer tokens kept in memory.")
 @click.option("--seed", type=int, default=0, show_default=True)
-def train(files: tuple[Path, ...], out: Path, **options: Any) -> None:
-    """Train heads on a frozen backbone's answers (files of `treeopt distill`)."""
+def train(
+    files: tuple[Path, ...],
+    out: Path,
+    backbone: str | None,
+    heads: str | None,
+    num_heads: int | None,
+    num_blocks: int | None,
+    device: str | None,
+    dtype: str | None,
+    **options: Any,
+) -> None:
+    """Train heads on a frozen backbone's answers (files of `treeopt distill`).
+
+    New heads, or with --heads trained ones to go on from. Stopped, the same command goes on.
+    """
     from treeopt.models.backbone import load_backbone
+    from treeopt.models.heads import SHARED, MedusaHeads, load_heads
     from treeopt.training.run import train_heads
 
-    options.pop("heads")
-    names = {name: options.pop(name) for name in ("device", "dtype")}
-    backbone = load_backbone(options.pop("backbone") or DEFAULT_BACKBONE, **names)
-    train_heads(backbone, files, out, **options, on_message=console.stderr.print)
+    if heads and (num_heads or num_blocks):
+        raise click.UsageError("--num-heads and --num-blocks are of new heads; leave out --heads")
+    loaded = load_backbone(backbone or DEFAULT_BACKBONE, device, dtype)
+    new = MedusaHeads(num_heads or 4, num_blocks or 2, loaded, SHARED)
+    start = load_heads(heads, loaded) if heads else new
+    train_heads(loaded, files, out, heads=start, **options, on_message=console.stderr.print)
     click.echo(f"wrote {out}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,7 @@ def test_nothing_to_train_on_is_refused():
 
 
 def trained(
-    heads: MedusaHeads, states: States, epochs: int, learning_rate: float = 0.02, **options: int
+    heads: MedusaHeads, states: States, epochs: int, learning_rate: float = 0.02, **options: Any
 ) -> list[Any]:
     settings = {"batch_size": 64, "seed": 0, **options}
     return list(
@@ -196,7 +197,7 @@ def test_loss_is_the_decayed_sum_of_the_heads_losses():
 
 
 def test_rates_are_counted_on_the_held_out_answers():
-    states, held_out = some_states(), States(*(t[:40] for t in vars(some_states()).values()))
+    states, held_out = some_states(), States(*(t[:60] for t in vars(some_states()).values()))
     heads = random_heads(shared_backbone(), 3)
     *_, epoch = train(heads, states, held_out, epochs=3, learning_rate=0.02, batch_size=64, seed=0)
     for head in (1, 2, 3):
@@ -221,6 +222,84 @@ def test_the_seed_fixes_the_result():
         results.append(heads.blocks[0][0].linear.weight.detach().clone())
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
+
+
+def weights_of(heads: MedusaHeads) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in heads.parameters()]
+
+
+def interrupted_run(states: States, checkpoint: Path, monkeypatch, at_batch: int) -> None:
+    """Train with the settings of ``trained`` until Ctrl-C comes in the ``at_batch``-th batch."""
+    from treeopt.training import train as module
+
+    backward, calls = module._backward, []
+
+    def interrupting(*arguments: Any) -> float:
+        calls.append(1)
+        if len(calls) == at_batch:
+            signal.raise_signal(signal.SIGINT)
+        return backward(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_backward", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            trained(random_heads(shared_backbone(), 3), states, 3, checkpoint=checkpoint)
+    assert len(calls) == at_batch  # the batch was finished, and none after it begun
+
+
+@pytest.mark.parametrize("at_batch", [1, 2, 3])
+def test_a_run_goes_on_where_ctrl_c_stopped_it(tmp_path, monkeypatch, at_batch):
+    states, checkpoint = some_states(), tmp_path / "run"
+    straight, resumed = (random_heads(shared_backbone(), 3) for _ in range(2))
+    expected = trained(straight, states, 3)
+    handler = signal.getsignal(signal.SIGINT)
+    interrupted_run(states, checkpoint, monkeypatch, at_batch)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert checkpoint.exists()
+    epochs = trained(resumed, states, 3, checkpoint=checkpoint)
+    assert epochs == expected[-len(epochs) :]
+    assert all(map(torch.equal, weights_of(straight), weights_of(resumed)))
+    assert not checkpoint.exists()
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, monkeypatch):
+    states, checkpoint = some_states(), tmp_path / "run"
+    interrupted_run(states, checkpoint, monkeypatch, 2)
+    heads = random_heads(shared_backbone(), 3)
+    with pytest.raises(DataError, match="another seed: 0, not 1; repeat that run's command"):
+        trained(heads, states, 3, checkpoint=checkpoint, seed=1)
+    checkpoint.write_bytes(b"no checkpoint")
+    with pytest.raises(DataError, match="is not a checkpoint of `treeopt train`"):
+        trained(heads, states, 3, checkpoint=checkpoint)
+
+
+def test_a_loss_that_is_no_number_stops_before_the_weights_change():
+    states = some_states()
+    broken = States(states.hidden.clone(), states.targets)
+    broken.hidden[:] = torch.nan
+    heads = random_heads(shared_backbone(), 3)
+    before = weights_of(heads)
+    with pytest.raises(DataError, match="the loss is nan at epoch 1, batch 1"):
+        trained(heads, broken, 1)
+    assert all(map(torch.equal, before, weights_of(heads)))
+
+
+def test_answers_too_short_for_a_head_are_refused():
+    states = some_states()
+    short = States(states.hidden, states.targets.clone())
+    short.targets[:, 2] = -1
+    with pytest.raises(DataError, match="long enough for head 3, which needs 4 tokens"):
+        trained(random_heads(shared_backbone(), 3), short, 1)
+
+
+def test_epochs_are_told_apart_by_what_decoding_would_accept():
+    rows = own_answers(shared_backbone(), PROMPTS[:8], 20)
+    states = concatenate(list(compute_states(shared_backbone(), rows, 3)))
+    epochs = trained(random_heads(shared_backbone(), 3), states, 20)
+    lengths = [epoch.acceptance_length for epoch in epochs]
+    assert 1 <= lengths[0] < lengths[-1] <= 4
+    best = [number for number, epoch in enumerate(epochs) if epoch.best]
+    assert best == [n for n in range(20) if lengths[n] > max(lengths[:n], default=0)]
 
 
 # Distillation
@@ -359,8 +438,7 @@ def run(
 ) -> list[str]:
     messages: list[str] = []
     settings = {
-        "num_heads": 2,
-        "num_blocks": 2,
+        "heads": MedusaHeads(2, 2, backbone or shared_backbone(), SHARED),
         "epochs": 2,
         "learning_rate": 0.02,
         "batch_size": 32,

@@ -75,6 +75,11 @@ class MedusaHeads(nn.Module):
         """K."""
         return len(self.blocks)
 
+    @property
+    def backbone_sha256(self) -> str:
+        """Digest of the backbone that these heads guess for."""
+        return self._backbone[0].sha256
+
     def hidden(self, head: int, hidden: Tensor) -> Tensor:
         """Return what 1-based ``head`` projects: [..., d] for the backbone's states [..., d]."""
         return self.blocks[head - 1](hidden)

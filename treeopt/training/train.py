@@ -9,23 +9,35 @@ Legend: ``P`` answer positions, ``d`` hidden size, ``V`` vocabulary size, ``K`` 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from treeopt.errors import DataError
+from treeopt.build import Request, predict
+from treeopt.errors import DataError, TraceError
+from treeopt.files import replacing
 from treeopt.models.backbone import Backbone
 from treeopt.models.candidates import cache_rows
 from treeopt.models.heads import MedusaHeads
+from treeopt.trace import MISSED, RankTrace
 from treeopt.training.distill import Distilled
 
 DECAY = 0.8
 _NO_TARGET = -1
 _ROWS = 256  # rows of logits alive at once
 _WARM_UP = 0.02
+_TREE_SIZE = 64  # of the trees whose acceptance length tells epochs apart
+_NUM_RANKS = 10
 
 
 @dataclass(frozen=True)
@@ -42,17 +54,25 @@ class States:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one epoch did: mean loss, and each head's top-1 and top-5 rate on held-out answers."""
+    """What one epoch did, on held-out answers but for the loss.
+
+    loss: mean over the epoch's batches. top1, top5: each head's rates.
+    acceptance_length: replayed with trees of 64 rows that a document had no part in; None where
+        the answers are too few for that.
+    best: no earlier epoch accepted more; without acceptance lengths the latest counts as best.
+    """
 
     number: int
     loss: float
     top1: list[float]
     top5: list[float]
+    acceptance_length: float | None
+    best: bool
 
 
 @torch.inference_mode()
 def compute_states(
-    backbone: Backbone, rows: Sequence[Distilled], num_heads: int, batch_tokens: int = 8192
+    backbone: Backbone, rows: Sequence[Distilled], num_heads: int, batch_tokens: int = 1024
 ) -> Iterator[States]:
     """Yield the states of ``rows``, batch by batch, each of about ``batch_tokens`` tokens."""
     ordered = sorted(rows, key=lambda row: len(row.prompt) + len(row.answer))
@@ -85,28 +105,147 @@ def train(
     learning_rate: float,
     batch_size: int,
     seed: int,
+    checkpoint: Path | None = None,
 ) -> Iterator[Epoch]:
     """Train ``heads`` in place; yield after every epoch how they do on ``held_out``.
 
-    AdamW with a short warm-up and a cosine to zero. ``batch_size`` counts positions.
+    AdamW with a short warm-up and a cosine to zero. ``batch_size`` counts positions. With a
+    ``checkpoint`` file, written after every epoch and on Ctrl-C, a run goes on where it stopped
+    and gives what it would have given; the file goes when the last epoch is done.
+
+    Raises:
+        DataError: no answer is long enough for a head, the loss is not finite, or the checkpoint
+            is of another run.
+        KeyboardInterrupt: after the checkpoint is written.
     """
+    _check_targets(train_states, heads.num_heads)
+    _check_targets(held_out, heads.num_heads)
     positions = len(train_states.targets)
     steps_per_epoch = math.ceil(positions / batch_size)
     total = epochs * steps_per_epoch
     heads.train().requires_grad_(True).float()
     optimiser = torch.optim.AdamW(heads.parameters(), lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, total))
+    settings = {
+        "backbone_sha256": heads.backbone_sha256,
+        "tensors": sorted(heads.tensors()),
+        "epochs": epochs,
+        "learning_rate": learning_rate,
+        "batch_size": batch_size,
+        "seed": seed,
+        "positions": positions,
+        "targets": int(train_states.targets.sum()),
+    }
+    run = _Run(checkpoint, settings, {"heads": heads, "optimiser": optimiser, "schedule": schedule})
+    run.resume()
     generator = torch.Generator().manual_seed(seed)
-    for number in range(1, epochs + 1):
-        losses = 0.0
-        for rows in torch.randperm(positions, generator=generator).split(batch_size):
-            optimiser.zero_grad()
-            losses += _backward(heads, train_states.hidden[rows], train_states.targets[rows])
-            torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
-            optimiser.step()
-            schedule.step()
-        top1, top5 = _score(heads, held_out)
-        yield Epoch(number, losses / steps_per_epoch, top1, top5)
+    with _interrupt_deferred() as interrupted:
+        for number in range(1, epochs + 1):
+            batches = torch.randperm(positions, generator=generator).split(batch_size)
+            if number < run.epoch:
+                continue
+            for rows in batches[run.batch :]:
+                optimiser.zero_grad()
+                loss = _backward(heads, train_states.hidden[rows], train_states.targets[rows])
+                if not math.isfinite(loss):
+                    raise DataError(
+                        f"the loss is {loss} at epoch {number}, batch {run.batch + 1}; heads saved "
+                        "before are as they were, a smaller learning rate may go further"
+                    )
+                torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
+                optimiser.step()
+                schedule.step()
+                run.batch, run.losses = run.batch + 1, run.losses + loss
+                if interrupted():
+                    run.save()
+                    raise KeyboardInterrupt
+            loss = run.losses / steps_per_epoch
+            top1, top5, length = _score(heads, held_out)
+            score = float(number) if length is None else length
+            best = score > run.best_score
+            yield Epoch(number, loss, top1, top5, length, best)
+            run.next_epoch(max(score, run.best_score))
+    run.forget()
+
+
+@dataclass
+class _Run:
+    """How far training is, and the file that keeps it.
+
+    epoch: the one in progress, from 1. batch: batches of it that are done. losses: their sum.
+    parts: what has state, by name.
+    """
+
+    file: Path | None
+    settings: dict[str, Any]
+    parts: dict[str, Any]
+    epoch: int = 1
+    batch: int = 0
+    losses: float = 0.0
+    best_score: float = -math.inf
+
+    _COUNTERS = ("epoch", "batch", "losses", "best_score")
+
+    def resume(self) -> None:
+        """Go on from the file, if there is one."""
+        if self.file is None or not self.file.exists():
+            return
+        try:
+            value = torch.load(self.file, weights_only=True)
+            settings = value["settings"]
+        except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError) as error:
+            raise DataError(f"{self.file} is not a checkpoint of `treeopt train`") from error
+        for key, ours in self.settings.items():
+            if settings.get(key) != ours:
+                raise DataError(
+                    f"{self.file} is of a run with another {key}: {settings.get(key)}, not {ours}; "
+                    "repeat that run's command, or delete the file to start anew"
+                )
+        for name in self._COUNTERS:
+            setattr(self, name, value[name])
+        for name, part in self.parts.items():
+            part.load_state_dict(value[name])
+
+    def save(self) -> None:
+        """Write the file, whole or not at all."""
+        if self.file is None:
+            return
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        counters = {name: getattr(self, name) for name in self._COUNTERS}
+        with replacing(self.file) as temporary, Path(temporary).open("wb") as file:
+            torch.save({"settings": self.settings, **counters, **states}, file)
+
+    def next_epoch(self, best_score: float) -> None:
+        self.epoch, self.batch, self.losses = self.epoch + 1, 0, 0.0
+        self.best_score = best_score
+        self.save()
+
+    def forget(self) -> None:
+        if self.file is not None:
+            self.file.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _interrupt_deferred() -> Iterator[Callable[[], bool]]:
+    """Hold Ctrl-C back, so that it cuts no step in two; yield what tells whether it came."""
+    came = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield came.is_set  # signals reach the main thread only
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: came.set())
+    try:
+        yield came.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _check_targets(states: States, num_heads: int) -> None:
+    for head in range(1, num_heads + 1):
+        if not (states.targets[:, head - 1] != _NO_TARGET).any():
+            raise DataError(
+                f"no answer is long enough for head {head}, which needs {head + 1} tokens; "
+                "more answers, longer ones, or fewer heads"
+            )
 
 
 def _rate(step: int, total: int) -> float:
@@ -178,21 +317,39 @@ def _softmax_minus_onehot_(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _score(heads: MedusaHeads, states: States) -> tuple[list[float], list[float]]:
-    """Return each head's top-1 and top-5 rate."""
-    top1, top5 = [], []
+def _score(heads: MedusaHeads, states: States) -> tuple[list[float], list[float], float | None]:
+    """Return each head's top-1 and top-5 rate, and the replayed acceptance length."""
+    scored = states.targets != _NO_TARGET
+    ranks = torch.full(states.targets.shape, MISSED, dtype=torch.int64)
     for head in range(1, heads.num_heads + 1):
-        scored = states.targets[:, head - 1] != _NO_TARGET
-        hidden, wanted = states.hidden[scored], states.targets[scored, head - 1]
-        ranks = []
-        for rows in torch.arange(len(wanted)).split(_ROWS):
-            weight = heads.frozen_projection(head)
-            logits = heads.hidden(head, hidden[rows].float()).to(weight.dtype) @ weight.T
-            ranks.append((logits > logits.gather(1, wanted[rows, None])).sum(1))
-        rank = torch.cat(ranks)
-        top1.append((rank < 1).float().mean().item())
-        top5.append((rank < 5).float().mean().item())
-    return top1, top5
+        weight = heads.frozen_projection(head)
+        for rows in scored[:, head - 1].nonzero()[:, 0].split(_ROWS):
+            hidden = heads.hidden(head, states.hidden[rows].float())
+            logits = hidden.to(weight.dtype) @ weight.T
+            wanted = logits.gather(1, states.targets[rows, head - 1, None])
+            ranks[rows, head - 1] = (logits > wanted).sum(1).to(ranks)
+    top1, top5 = ((((ranks < top) & scored).sum(0) / scored.sum(0)).tolist() for top in (1, 5))
+    return top1, top5, _acceptance_length(ranks, states.targets)
+
+
+def _acceptance_length(ranks: Tensor, targets: Tensor) -> float | None:
+    """Return the out-of-fold acceptance length of ``_TREE_SIZE`` rows; None if too few."""
+    ranks = ranks.where(ranks < _NUM_RANKS, MISSED)
+    num_positions, num_heads = ranks.shape
+    ends = (targets[:, 0] == _NO_TARGET).nonzero()[:, 0] + 1  # the last token has none after it
+    unknown = np.zeros(num_positions, dtype=np.float16)
+    trace = RankTrace(
+        ranks.numpy().astype(np.int16),
+        np.zeros((num_positions, num_heads, _NUM_RANKS), dtype=np.float16),
+        unknown,
+        unknown.copy(),
+        np.concatenate([[0], ends.numpy()]),
+        provenance={},
+    )
+    try:
+        return predict(trace, Request(_TREE_SIZE)).value
+    except TraceError:  # fewer documents than folds
+        return None
 
 
 def _states_of(backbone: Backbone, rows: Sequence[Distilled], num_heads: int) -> States:
