@@ -439,31 +439,61 @@ def convert(source: Path, format_name: str, out: Path) -> None:
 
 
 @main.command()
-@click.option("--data", type=click.Path(path_type=Path), required=True, help="Prompt file.")
+@data_option
+@click.option(
+    "--self-prompts", type=click.IntRange(min=1), help="Prompts the model invents itself."
+)
 @click.option("--out", type=click.Path(path_type=Path), default="answers.jsonl", show_default=True)
 @model_options
-@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--preset", help="Tree to decode with: the same text, faster where rows are few.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=256, show_default=True)
+@click.option("--temperature", type=float, default=0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=float, help="Sample from the likeliest tokens only.")
+@click.option("--samples", type=click.IntRange(min=1), default=1, help="Answers to each prompt.")
+@click.option("--seed", type=int, default=0, show_default=True)
 def distill(
-    data: Path, out: Path, batch_size: int, max_new_tokens: int, **models: str | None
+    data: Path | None,
+    self_prompts: int | None,
+    out: Path,
+    backbone: str | None,
+    heads: str | None,
+    device: str | None,
+    dtype: str | None,
+    preset: str | None,
+    temperature: float,
+    top_p: float | None,
+    **options: Any,
 ) -> None:
-    """Write the backbone's own greedy answers, to train heads on; resumes where it was stopped."""
-    from calibration.data import read_dataset
-    from treeopt.models.backbone import load_backbone
-    from treeopt.training.distill import distill as answer
+    """Write the backbone's own answers, to train heads on; resumes where it was stopped.
 
-    prompts = [prompt.messages for prompt in read_dataset(data).prompts]
-    models.pop("heads")
-    backbone = load_backbone(models.pop("backbone") or DEFAULT_BACKBONE, **models)
-    with progress("answering", len(prompts)) as advance:
-        answer(
-            backbone,
-            prompts,
-            out,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            on_answers=advance,
-        )
+    The prompts come from a file, or with --self-prompts from the backbone itself.
+    """
+    from calibration.data import read_dataset
+    from treeopt.decoder.rules import rule_from
+    from treeopt.models.backbone import load_backbone
+    from treeopt.preset import load_preset
+    from treeopt.training import distill as distillation
+
+    if (data is None) == (self_prompts is None):
+        raise click.UsageError("give --data or --self-prompts; both can add to one --out")
+    if heads and not preset:
+        raise click.UsageError("--heads need a --preset: plain decoding has no use for them")
+    prompts = [prompt.messages for prompt in read_dataset(data).prompts] if data else []
+    options["rule"] = rule_from(rule_section(temperature, top_p=top_p))
+    if preset:
+        loaded_preset = load_preset(preset)
+        models = {"backbone": backbone, "heads": heads, "device": device, "dtype": dtype}
+        model, drafting = load_models_of(loaded_preset, models)
+        options["drafts"] = (drafting, loaded_preset.tree)
+    else:
+        model = load_backbone(backbone or DEFAULT_BACKBONE, device, dtype)
+    recipe = distillation.Recipe(**options)
+    with progress("answering", (self_prompts or len(prompts)) * recipe.samples) as advance:
+        if self_prompts:
+            distillation.distill_invented(model, self_prompts, out, recipe, advance)
+        else:
+            distillation.distill(model, prompts, out, recipe, advance)
     click.echo(f"wrote {out}")
 
 
@@ -621,11 +651,16 @@ def decoding_section(
     preset: Preset, temperature: float | None, **limits: float | None
 ) -> dict[str, Any]:
     """Return the preset's acceptance rule, or the sampling rule that the options ask for."""
-    given = {name: value for name, value in limits.items() if value is not None}
-    if temperature is None:
-        if given:
-            raise click.UsageError("--top-p and --top-k need --temperature")
+    if temperature is None and not any(limits.values()):
         return preset.decoding
+    return rule_section(temperature, **limits)
+
+
+def rule_section(temperature: float | None, **limits: float | None) -> dict[str, Any]:
+    """Return the acceptance rule that the options name."""
+    given = {name: value for name, value in limits.items() if value is not None}
+    if not temperature and given:
+        raise click.UsageError("--top-p and --top-k need --temperature")
     if temperature == 0:
         return {"rule": "greedy"}
     return {"rule": "sampling", "temperature": temperature, **given}

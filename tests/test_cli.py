@@ -170,6 +170,53 @@ def test_distill_then_train_gives_heads_that_load(
     assert RankTrace.load("calibration.safetensors").num_documents == 6
 
 
+def test_distill_answers_prompts_of_the_models_own_and_samples(
+    here: Path, models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treeopt.models import backbone
+
+    named = tiny.tiny_backbone(eos=range(0, 61, 4))
+    named.tokenizer.chat_template = "t3 " + tiny.TEMPLATE
+    monkeypatch.setattr(backbone, "load_backbone", lambda *names, **more: named)
+    options = ["--temperature", "0.8", "--top-p", "0.9", "--samples", "2", "--max-new-tokens", "9"]
+    done("distill", "--self-prompts", "3", *options)
+    done("distill", "--data", prompts(here), *options)
+    header, *rows = map(json.loads, (here / "answers.jsonl").read_text().splitlines())
+    assert header["distilled"]["decoding"]["temperature"] == 0.8
+    assert len(rows) == 2 * (3 + 6)
+
+
+def test_distill_with_a_preset_answers_the_same(
+    here: Path, models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treeopt.models import backbone
+
+    monkeypatch.setattr(backbone, "load_backbone", lambda *names, **more: tiny.shared_backbone())
+    calibrated(here)
+    done("build", "--budget", "9", "--out", "p.yaml")
+    data = ["--data", prompts(here), "--max-new-tokens", "16"]
+    done("distill", *data)
+    done("distill", *data, "--preset", "p.yaml", "--out", "tree.jsonl")
+    plain, tree = ((here / f"{name}.jsonl").read_text() for name in ("answers", "tree"))
+    assert sorted(plain.splitlines()) == sorted(tree.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "give --data or --self-prompts"),
+        (["--data", "x.jsonl", "--self-prompts", "3"], "give --data or --self-prompts"),
+        (["--self-prompts", "3", "--top-p", "0.9"], "need --temperature"),
+        (["--self-prompts", "3", "--heads", "x"], "--heads need a --preset"),
+    ],
+)
+def test_distill_refuses_options_that_do_not_fit(arguments: list[str], reason: str) -> None:
+    result = run("distill", *arguments)
+    assert result.exit_code == 2
+    assert reason in result.stderr
+    assert not Path("answers.jsonl").exists()
+
+
 def test_demo_leaves_preset_picture_and_report(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from calibration import demo
 

@@ -392,6 +392,19 @@ def test_target_probs_by_hand():
         expect(target_probs(logits, temperature, 0.9, 2), torch.tensor([1.0, 0, 0, 0]))
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.02, 3.0])  # 0: all equal, and far more than 128 kept
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.9, 0.999])
+def test_top_p_equals_a_full_sort(spread, top_p):
+    generator = torch.Generator().manual_seed(0)
+    logits = (spread * torch.randn(3, 400, generator=generator)).mul(8).round() / 8  # with ties
+    probs = logits.softmax(-1)
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    outside = ordered.cumsum(-1) - ordered >= top_p
+    expected = probs.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), 0)
+    expected = expected / expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(target_probs(logits, 1.0, top_p, 0), expected)
+
+
 @pytest.mark.parametrize(
     ("uniform", "token"), [(0.0, 1), (0.24, 1), (0.26, 3), (1 - 2**-24, 3), (1.0, 3)]
 )

@@ -5,7 +5,7 @@ Legend: ``B`` rows, ``n`` tokens, ``d`` hidden size, ``V`` vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -100,13 +100,16 @@ def like_length(prompts: Sequence[Sequence[int]], batch_size: int) -> Iterator[l
 
 @torch.inference_mode()
 def answer_batch(
-    backbone: Backbone, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    backbone: Backbone,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    choose: Callable[[Tensor], Tensor] = greedy,
 ) -> Iterator[list[Answer]]:
     """Yield after every step the answers that ended in it, until all ``prompts`` are answered.
 
-    Greedy, all prompts in one batch, padded on the left. An answer ends where ``decode_plain``
-    ends it; rows that ended are dropped once they are a fifth of the batch, because dropping
-    copies the cache.
+    All prompts in one batch, padded on the left; ``choose`` turns logits [B, V] into tokens
+    int64 [B]. An answer ends where ``decode_plain`` ends it; rows that ended are dropped once they
+    are a fifth of the batch, because dropping copies the cache.
 
     Raises:
         DataError: a prompt is empty or leaves no room in the context.
@@ -128,7 +131,7 @@ def answer_batch(
     hidden = _prefill_padded(backbone, cache, tokens, padding, visible)
     for step in range(most):
         states[:, step] = hidden
-        emitted = greedy(backbone.logits(hidden))
+        emitted = choose(backbone.logits(hidden))
         ended = []
         for row, token in enumerate(emitted.tolist()):
             answer = rows[row]
