@@ -427,14 +427,30 @@ def generate(
 
 @main.command()
 @click.argument("source", type=click.Path(path_type=Path))
-@click.option("--to", "format_name", required=True, help="preset, json or medusa.")
+@click.option("--to", "format_name", required=True, help="One of the formats above.")
 @click.option("--out", type=click.Path(path_type=Path), required=True)
-def convert(source: Path, format_name: str, out: Path) -> None:
-    """Convert a tree between a preset and other projects' lists of paths."""
-    from treeopt.files import write_text
-    from treeopt.formats.trees import read_tree, write_tree
+@click.option("--backbone", help="Whose LM head the heads share, for formats that need it.")
+def convert(source: Path, format_name: str, out: Path, backbone: str | None) -> None:
+    """Convert a tree or Medusa heads to and from other projects' formats.
 
-    write_text(out, write_tree(read_tree(source), format_name))
+    Trees: preset, json or medusa. Heads, into a directory: medusa-v1, medusa-v2, medusa-model,
+    tgi, vllm, modelopt, tensorrt-llm or rtp-llm.
+    """
+    from treeopt.files import write_text
+    from treeopt.formats.trees import WRITERS, read_tree, write_tree
+
+    if format_name in WRITERS:
+        write_text(out, write_tree(read_tree(source), format_name))
+    else:
+        from treeopt.formats.heads import FORMATS, read_heads, write_heads
+        from treeopt.models.backbone import load_backbone
+
+        if format_name not in FORMATS:
+            known = ", ".join([*WRITERS, *FORMATS])
+            raise TreeoptError(f"unknown format {format_name!r}; known: {known}")
+        heads = read_heads(source)
+        lm_head = load_backbone(backbone, "cpu").lm_head.weight if backbone else None
+        write_heads(heads, format_name, out, lm_head, backbone)
     click.echo(f"wrote {out}")
 
 
@@ -524,8 +540,9 @@ def train(
 
     New heads, or with --heads trained ones to go on from. Stopped, the same command goes on.
     """
+    from treeopt.formats.heads import SHARED
     from treeopt.models.backbone import load_backbone
-    from treeopt.models.heads import SHARED, MedusaHeads, load_heads
+    from treeopt.models.heads import MedusaHeads, load_heads
     from treeopt.training.run import train_heads
 
     if heads and (num_heads or num_blocks):

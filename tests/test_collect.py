@@ -28,8 +28,9 @@ from tiny import (
 from calibration.collect import NUM_RANKS, collect
 from calibration.data import Dataset, Prompt
 from treeopt.errors import DataError, TraceError
+from treeopt.formats.heads import OWN, SHARED
 from treeopt.models.backbone import Backbone
-from treeopt.models.heads import OWN, SHARED, MedusaHeads
+from treeopt.models.heads import MedusaHeads
 from treeopt.trace import MISSED, RankTrace
 
 USED = PROMPTS[:7]

@@ -29,8 +29,9 @@ from treeopt.decoder.plain import answer_batch, decode_plain, like_length, room_
 from treeopt.decoder.stream import TextStream
 from treeopt.decoder.tree import PHASES, Batch, StepLog, TreeDecoder
 from treeopt.errors import DataError, TreeError
+from treeopt.formats.heads import OWN
 from treeopt.models.backbone import Backbone, check_rows
-from treeopt.models.heads import OWN, MedusaHeads
+from treeopt.models.heads import MedusaHeads
 from treeopt.tree import Tree
 
 # root ─┬─ 1 (0,) ─┬─ 3 (0, 0) ─── 5 (0, 0, 0)

@@ -21,10 +21,8 @@ from torch import Tensor
 
 from treeopt.decoder.plain import answer_batch
 from treeopt.errors import HeadsError
+from treeopt.formats.heads import CHECKPOINT, OWN, SHARED
 from treeopt.models.heads import (
-    CHECKPOINT,
-    OWN,
-    SHARED,
     MedusaHeads,
     load_heads,
     offset_scores,
@@ -157,8 +155,11 @@ def test_heads_that_treeopt_ships_are_found_by_the_backbones_name(tmp_path, monk
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4 a pickle of the field", b"\x10" + b"\0" * 7])
-def test_not_safetensors(tmp_path, content):
+def test_files_that_are_neither_pickle_nor_safetensors(tmp_path, content):
     path = tmp_path / "medusa_lm_head.pt"
+    path.write_bytes(content)
+    assert refusal(path) == f"{path} is not a torch file of plain tensors"
+    path = path.with_suffix(".safetensors")
     path.write_bytes(content)
     assert refusal(path).startswith(f"{path} is not a safetensors file: ")
 

@@ -35,8 +35,9 @@ from calibration.synthetic import training_prompts
 from treeopt.decoder.plain import prefill
 from treeopt.decoder.rules import Sampling, section_of, target_probs
 from treeopt.errors import DataError
+from treeopt.formats.heads import OWN, SHARED
 from treeopt.models.backbone import Backbone
-from treeopt.models.heads import OWN, SHARED, MedusaHeads, load_heads
+from treeopt.models.heads import MedusaHeads, load_heads
 from treeopt.training.distill import Distilled, Recipe, distill, distill_invented, read_distilled
 from treeopt.training.run import train_heads
 from treeopt.training.train import (

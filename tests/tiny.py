@@ -20,8 +20,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from calibration.data import Dataset, Prompt
 from treeopt.decoder.plain import answer_batch, decode_plain
 from treeopt.decoder.tree import StepLog, TreeDecoder
+from treeopt.formats.heads import SHARED
 from treeopt.models.backbone import Backbone
-from treeopt.models.heads import SHARED, MedusaHeads
+from treeopt.models.heads import MedusaHeads
 from treeopt.training.distill import Distilled
 from treeopt.training.train import compute_states, concatenate, train
 from treeopt.tree import Tree

@@ -12,27 +12,19 @@ Two layouts, both in the field's own key names:
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from treeopt.errors import HeadsError
 from treeopt.files import replacing, sha256_of_file, sort_safetensors_header
+from treeopt.formats.heads import CHECKPOINT, OWN, HeadWeights, checkpoint_in, read_heads
 from treeopt.models.backbone import Backbone
-
-OWN, SHARED = "own_lm_head", "shared_lm_head"
-CHECKPOINT = "medusa_lm_head.safetensors"  # the file's name in a checkpoint directory
-
-_BLOCK_KEY = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
-_PROJECTION_KEY = re.compile(r"(\d+)\.(\d+)\.weight")
 
 
 class ResidualBlock(nn.Module):
@@ -124,19 +116,16 @@ class MedusaHeads(nn.Module):
 
 
 def load_heads(spec: str | Path, backbone: Backbone) -> MedusaHeads:
-    """Return the heads in a safetensors file or a checkpoint directory, ready on ``backbone``.
-
-    The number of heads and blocks comes from the tensors; configurations in the field are
-    sometimes wrong about it.
+    """Return the heads in a file or directory of any known format, ready on ``backbone``.
 
     Raises:
-        HeadsError: unreadable, or a tensor is missing, extra, misshapen or not finite.
+        HeadsError: unreadable, a tensor is missing, extra, misshapen or not finite, or the file
+            brings another LM head than the backbone's.
     """
     path = resolve_heads(spec)
-    tensors = _read(path)
-    num_heads, num_blocks, layout = _structure(tensors, path)
-    heads = MedusaHeads(num_heads, num_blocks, backbone, layout)
-    _copy(tensors, heads, path)
+    weights = read_heads(path)
+    heads = MedusaHeads(weights.num_heads, weights.num_blocks, backbone, weights.layout)
+    _copy(weights, heads, path)
     heads.id, heads.sha256 = str(spec), sha256_of_file(path)
     return heads.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
 
@@ -160,9 +149,10 @@ def resolve_heads(spec: str | Path) -> Path:
     """Return the checkpoint file that ``spec`` names: a file, a directory or shipped heads."""
     shipped = Path(str(files("presets"))) / f"{spec}-heads.safetensors"
     path = Path(spec)
-    for candidate in (path / CHECKPOINT, path, shipped):
-        if candidate.is_file():
-            return candidate
+    if path.exists():
+        return checkpoint_in(path)
+    if shipped.is_file():
+        return shipped
     raise HeadsError(
         f"no heads at {spec}: give a safetensors file, a directory with {CHECKPOINT}, "
         "or the name of a backbone that treeopt ships heads for"
@@ -194,46 +184,11 @@ def offset_warning(scores: list[float]) -> str | None:
     return f"the heads {reason}: head 1 is right most often {best} places ahead ({shown})"
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise HeadsError(f"{path} is not a safetensors file: {error}") from error
-
-
-def _structure(tensors: Mapping[str, Any], path: Path) -> tuple[int, int, str]:
-    """Return (heads, blocks per head, layout) as the tensor names tell."""
-    blocks = [m for name in tensors if (m := _BLOCK_KEY.fullmatch(name))]
-    if not blocks:
-        found = ", ".join(sorted(tensors)[:3]) or "nothing"
-        raise HeadsError(f"{path} holds no Medusa heads: expected 0.0.linear.weight, found {found}")
-    num_heads = 1 + max(int(match[1]) for match in blocks)
-    num_blocks = 1 + max(int(match[2]) for match in blocks)
-    own = any(_PROJECTION_KEY.fullmatch(name) for name in tensors)
-    num_expected = 0
-    for name in _names(num_heads, num_blocks, own):  # stops at the first gap, however far they go
-        if name not in tensors:
-            raise HeadsError(f"{path} lacks the tensor {name}")
-        num_expected += 1
-    if num_expected < len(tensors):
-        extra = min(set(tensors).difference(_names(num_heads, num_blocks, own)))
-        raise HeadsError(f"{path} has a tensor {extra} that {num_heads} heads do not need")
-    return num_heads, num_blocks, OWN if own else SHARED
-
-
-def _names(num_heads: int, num_blocks: int, own: bool) -> Iterator[str]:
-    """Yield the tensor names of heads, as ``MedusaHeads.tensors`` has them."""
-    for head in range(num_heads):
-        for block in range(num_blocks):
-            yield from (f"{head}.{block}.linear.weight", f"{head}.{block}.linear.bias")
-        if own:
-            yield f"{head}.{num_blocks}.weight"
-
-
-def _copy(tensors: Mapping[str, Tensor], heads: MedusaHeads, path: Path) -> None:
+def _copy(weights: HeadWeights, heads: MedusaHeads, path: Path) -> None:
     for name, target in heads.tensors().items():
-        source = tensors[name]
+        if name not in weights.tensors:
+            continue  # a bias that the format goes without; new heads have 0
+        source = weights.tensors[name]
         if source.shape != target.shape:
             raise HeadsError(
                 f"{path}: {name} has shape {list(source.shape)}, the backbone needs "
@@ -242,3 +197,8 @@ def _copy(tensors: Mapping[str, Tensor], heads: MedusaHeads, path: Path) -> None
         if not torch.isfinite(source).all():
             raise HeadsError(f"{path}: {name} holds values that are not finite")
         target.data.copy_(source)
+    if weights.lm_head is not None:
+        ours = heads.frozen_projection(1)
+        theirs = weights.lm_head.to(ours)
+        if theirs.shape != ours.shape or not torch.equal(theirs, ours):
+            raise HeadsError(f"{path} brings an LM head that is not the backbone's")
