@@ -20,6 +20,7 @@ from treeopt.errors import TableError, TraceError, TreeoptError
 from treeopt.models.embedded import NAME as DEFAULT_BACKBONE
 
 if TYPE_CHECKING:
+    from treeopt.cost import StepCost
     from treeopt.models.backbone import Backbone
     from treeopt.models.heads import MedusaHeads
     from treeopt.preset import Preset
@@ -140,6 +141,8 @@ def calibrate(
 @click.option("--sizes", help="Tree sizes, rising.  [default: 1 to 64]")
 @click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True)
 @compile_option
+@click.option("--device-spec", help="Model another device instead: its name, or a YAML file.")
+@click.option("--model-config", type=click.Path(path_type=Path), help="Of the model there.")
 @click.option("--out", type=click.Path(path_type=Path), default="cost.json", show_default=True)
 @json_option
 def profile(
@@ -148,17 +151,51 @@ def profile(
     sizes: str | None,
     rounds: int,
     compiles: bool,
+    device_spec: str | None,
+    model_config: Path | None,
     out: Path,
     as_json: bool,
     **models: str | None,
 ) -> None:
-    """Measure what a verify step costs on this machine, by tree size and context."""
-    from calibration.profile import SIZES, num_steps
-    from calibration.profile import profile as measure
-    from treeopt.models.heads import compile_models
+    """Measure what a verify step costs on this machine, by tree size and context.
+
+    With --device-spec and a transformers config.json nothing runs: times are modelled from the
+    device's peak figures, and marked so.
+    """
+    from treeopt.cost import SIZES
+    from treeopt.roofline import find_device, model_cost, read_shape
 
     batches, contexts = numbers("--batch", batch), numbers("--context", context)
     tree_sizes = numbers("--sizes", sizes) if sizes else list(SIZES)
+    if (device_spec is None) != (model_config is None):
+        raise click.UsageError("--device-spec and --model-config need each other")
+    if device_spec and model_config:
+        cost = model_cost(
+            find_device(device_spec),
+            read_shape(model_config),
+            sizes=tree_sizes,
+            contexts=contexts,
+            batches=batches,
+        )
+    else:
+        cost = measure_cost(models, compiles, tree_sizes, contexts, batches, rounds)
+    cost.save(out)
+    console.show_cost(cost, str(out), as_json)
+
+
+def measure_cost(
+    models: dict[str, str | None],
+    compiles: bool,
+    tree_sizes: list[int],
+    contexts: list[int],
+    batches: list[int],
+    rounds: int,
+) -> StepCost:
+    """Return step times measured here with the real decoder."""
+    from calibration.profile import num_steps
+    from calibration.profile import profile as measure
+    from treeopt.models.heads import compile_models
+
     backbone, heads = load_models(**models)
     if compiles:
         num_tokens = max(contexts) + max(tree_sizes)
@@ -166,7 +203,7 @@ def profile(
             backbone, heads, tree_sizes, heads.num_heads, num_tokens, console.say_compiling
         )
     with progress("profiling", num_steps(tree_sizes, contexts, batches, rounds)) as advance:
-        cost = measure(
+        return measure(
             backbone,
             heads,
             sizes=tree_sizes,
@@ -175,14 +212,6 @@ def profile(
             rounds=rounds,
             on_step=lambda: advance(1, 0),
         )
-    cost.save(out)
-    rows = [
-        {"batch": row.batch, "context": row.context, "tree_size": row.tree_size,
-         "step_ms": row.step_ms, "low_ms": row.low_ms, "high_ms": row.high_ms,
-         "overhead": round(row.step_ms / cost.plain_ms(row.batch, row.context), 3)}
-        for row in cost.times
-    ]  # fmt: skip
-    emit(as_json, {"out": str(out), **cost.machine, "times": rows}, rows, "Step times (0: plain)")
 
 
 @main.command()

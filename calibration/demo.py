@@ -9,9 +9,10 @@ from pathlib import Path
 
 from calibration.collect import collect
 from calibration.data import read_dataset, shipped_prompts
-from calibration.profile import SIZES, num_steps, profile
+from calibration.profile import num_steps, profile
 from calibration.validation import measured_section, run_validation
 from treeopt.build import Request, SizePoint, preset_from_trace, size_curve, with_best_sizes
+from treeopt.cost import SIZES
 from treeopt.draw import write_picture
 from treeopt.models.backbone import Backbone
 from treeopt.models.heads import MedusaHeads

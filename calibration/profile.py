@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from treeopt.cost import StepCost, StepTime
+from treeopt.cost import SIZES, StepCost, StepTime
 from treeopt.decoder.plain import greedy
 from treeopt.decoder.tree import TreeDecoder
 from treeopt.errors import CostError
@@ -18,7 +18,6 @@ from treeopt.models.backbone import Backbone, attention_limit
 from treeopt.models.heads import MedusaHeads
 from treeopt.tree import Path, Tree
 
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 CONTEXTS = (256, 1024)
 ROUNDS = 15
 

@@ -369,6 +369,16 @@ def test_with_best_sizes_fills_the_cut_table(trace: RankTrace, preset: Preset) -
     assert preset.sizes == ()
 
 
+def test_sizes_for_a_modelled_machine_say_so(trace: RankTrace, preset: Preset) -> None:
+    rows = tuple(
+        StepTime(1, 256, size, ms, ms, ms, 0) for size, ms in {0: 10, 4: 10.1, 8: 30}.items()
+    )
+    cost = StepCost(rows, {"device": "h100"}, measured=False)  # of any weights
+    cut = with_best_sizes(preset, trace, cost, Request(24))
+    assert cut.sizes == ({"batch": 1, "context": 256, "tree_size": 4, "modelled": "h100"},)
+    assert parse_preset(cut.to_yaml(), "mine.yaml") == cut
+
+
 def test_no_speculation_may_win(trace: RankTrace, preset: Preset) -> None:
     cut = with_best_sizes(preset, trace, costs({0: 10.0, 8: 99.0, 40: 200.0}), Request(24))
     assert cut.tree_size == 1

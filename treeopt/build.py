@@ -172,20 +172,23 @@ def with_best_sizes(preset: Preset, trace: RankTrace, cost: StepCost, request: R
     """Return ``preset`` cut to the size that is fastest on the machine of ``cost``.
 
     ``sizes`` gets the best size of every measured situation; ``tree_size`` is the first one's.
+    Sizes for a modelled machine are marked with its name.
 
     Raises:
         CostError: the cost was measured with another backbone.
     """
-    if cost.machine.get("backbone_sha256") != _provenance_of(trace)["backbone_sha256"]:
+    sha256 = _provenance_of(trace)["backbone_sha256"]
+    if cost.measured and cost.machine.get("backbone_sha256") != sha256:
         raise CostError(
             f"the step costs were measured with backbone {cost.machine.get('backbone')}, "
             f"the calibration with {trace.provenance['backbone']}"
         )
     sizes: list[Section] = []
+    label = {} if cost.measured else {"modelled": str(cost.machine["device"])}
     for batch, context in cost.situations():
         curve = size_curve(trace, preset, request, cost, (batch, context))
         best = best_size(curve, cost.plain_ms(batch, context))
-        sizes.append({"batch": batch, "context": context, "tree_size": best.tree_size})
+        sizes.append({"batch": batch, "context": context, "tree_size": best.tree_size} | label)
     chosen = sizes[0]["tree_size"]
     predicted = predict(trace, replace(request, tree_size=chosen))
     return replace(

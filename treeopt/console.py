@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from treeopt.cost import StepCost
 from treeopt.preset import Preset
 from treeopt.replay import Interval
 from treeopt.report import DecodeReport
@@ -110,6 +111,19 @@ def show_build(preset: Preset, out: str, as_json: bool) -> None:
         "predicted acceptance length": _predicted(predicted),
     }
     emit(as_json, value, [row], f"{preset.name} -> {out}")
+
+
+def show_cost(cost: StepCost, out: str, as_json: bool) -> None:
+    """Print step times beside those of a plain step."""
+    rows = [
+        {"batch": row.batch, "context": row.context, "tree_size": row.tree_size,
+         "step_ms": row.step_ms, "low_ms": row.low_ms, "high_ms": row.high_ms,
+         "overhead": round(row.step_ms / cost.plain_ms(row.batch, row.context), 3)}
+        for row in cost.times
+    ]  # fmt: skip
+    how = "Step times" if cost.measured else f"Modelled step times of {cost.machine['device']}"
+    value = {"out": out, "measured": cost.measured, **cost.machine, "times": rows}
+    emit(as_json, value, rows, f"{how} (0: plain)")
 
 
 def show_report(preset: Preset, report: DecodeReport, as_json: bool) -> None:

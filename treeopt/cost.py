@@ -13,6 +13,7 @@ from treeopt.errors import CostError
 from treeopt.files import read_json, write_text
 
 SCHEMA = "treeopt.cost/1"
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # unless the user names others
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,12 @@ class StepCost:
             raise CostError(f"{path} is damaged: {error}") from error
 
     def check_matches(self, expected: dict[str, Any]) -> None:
-        """Raise CostError when a key of ``expected`` differs from the machine measured here."""
+        """Raise CostError when a key of ``expected`` differs from the machine measured here.
+
+        Modelled times are for any weights of a shape, so nothing is compared.
+        """
+        if not self.measured:
+            return
         for key, value in expected.items():
             if self.machine.get(key) != value:
                 raise CostError(

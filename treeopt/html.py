@@ -139,6 +139,7 @@ def _summary(preset: Preset) -> list[Row]:
         f"of {calibration['data']}",
         "tree_size by situation": "; ".join(
             f"batch {row['batch']}, context {row['context']}: {row['tree_size']}"
+            + (f" (modelled for {row['modelled']})" if "modelled" in row else "")
             for row in preset.sizes
         ),
         "imported from": ", ".join(map(str, (preset.imported or {}).values())),

@@ -66,7 +66,12 @@ _SECTIONS: dict[str, dict[str, Check]] = {
         "created": _TEXT,
     },
 }
-_SIZE: dict[str, Check] = {"batch": _COUNT, "context": _COUNT, "tree_size": _COUNT}
+_SIZE: dict[str, Check] = {
+    "batch": _COUNT,
+    "context": _COUNT,
+    "tree_size": _COUNT,
+    "modelled?": _TEXT,  # the device whose step times were modelled, not measured
+}
 _MEASURED: dict[str, Check] = {
     "tree_size": _COUNT,
     "acceptance_length": _NUMBER,
