@@ -17,7 +17,7 @@ import cli
 from tests import tiny
 from treeopt.cost import StepCost, StepTime
 from treeopt.errors import TreeoptError
-from treeopt.preset import load_preset
+from treeopt.preset import Preset, load_preset
 from treeopt.trace import RankTrace
 from treeopt.tree import Tree
 
@@ -252,6 +252,7 @@ def test_show_prints_the_tree(here: Path) -> None:
     done("build", "--accuracy", table(here), "--budget", "6", "--out", "p.yaml")
     assert done("show", "p.yaml").stdout.splitlines() == [
         "p: 6 rows, 2 deep",
+        "decoding: greedy",
         "predicted acceptance length 2.260 (independence, no held-out text)",
         "root",
         "├─ 0      60.0 %",
@@ -338,6 +339,19 @@ def test_simulate_refuses_what_it_cannot_serve(here: Path, models: None) -> None
     (here / "medusa.json").write_text("[[0], [0, 0], [1]]")
     done("convert", "medusa.json", "--to", "preset", "--out", "medusa.yaml")
     assert "has no tree.path_probs" in refused("simulate", "medusa.yaml", *arguments[2:])
+
+
+def test_show_names_the_rule_and_what_was_modelled(here: Path) -> None:
+    sizes = ({"batch": 1, "context": 256, "tree_size": 2, "modelled": "h100"},)
+    rule = {"rule": "typical", "temperature": 0.7, "epsilon": 0.09, "delta": 0.3}
+    Preset("mine", ((0,), (1,)), 2, decoding=rule, sizes=sizes).save("mine.yaml")
+    text = done("show", "mine.yaml").stdout
+    assert "decoding: typical, temperature 0.7, epsilon 0.09, delta 0.3 (lossy" in text
+    assert "best size at batch 1, context 256: 2 (modelled for h100)" in text
+    done("show", "mine.yaml", "--out", "mine.html")
+    page = (here / "mine.html").read_text()
+    assert "batch 1, context 256: 2 (modelled for h100)" in page
+    assert "decoding: greedy\n" in done("show", "medusa-mc-sim-7b-63").stdout
 
 
 def test_convert_round_trip(here: Path) -> None:

@@ -186,11 +186,20 @@ def show_served(preset: Preset, sides: Sequence[Served], setting: Row, as_json: 
 
 def describe(preset: Preset) -> str:
     """Return the head of a preset as text."""
-    lines = [f"{preset.name}: {preset.tree_size} rows, {preset.tree.depth} deep"]
+    lines = [
+        f"{preset.name}: {preset.tree_size} rows, {preset.tree.depth} deep",
+        f"decoding: {preset.describe_rule()}",
+    ]
     if preset.imported:
         lines.append(f"imported from {preset.imported['source']}")
     if preset.predicted:
         lines.append(f"predicted acceptance length {_predicted(preset.predicted)}")
+    for size in preset.sizes:
+        modelled = f" (modelled for {size['modelled']})" if "modelled" in size else ""
+        lines.append(
+            f"best size at batch {size['batch']}, context {size['context']}: "
+            f"{size['tree_size']}{modelled}"
+        )
     for row in preset.measured:
         lines.append(
             f"measured {row['acceptance_length']} tokens/step, {row['speedup_vs_plain']}x plain, "

@@ -126,13 +126,12 @@ def _table(rows: Iterable[Row], header: Sequence[str] = ()) -> str:
 
 def _summary(preset: Preset) -> list[Row]:
     heads, calibration = preset.heads or {}, preset.calibration or {}
-    options = [f"{key} {value}" for key, value in preset.decoding.items() if key != "rule"]
     known = {
         "backbone": (preset.backbone or {}).get("id"),
         "heads": heads and f"{heads['id']} ({heads['num_heads']} heads, {heads['layout']})",
         "tree_size": f"{preset.tree_size} nodes, root included",
         "depth": str(preset.tree.depth),
-        "decoding": ", ".join([preset.decoding["rule"], *options]),
+        "decoding": preset.describe_rule(),
         "predicted acceptance length": _predicted(preset),
         "calibration": calibration
         and f"{calibration['documents']:,} documents, {calibration['positions']:,} positions "

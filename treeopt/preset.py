@@ -162,6 +162,13 @@ class Preset:
         prob_of = dict(zip(self.ladder, self.path_probs, strict=True))
         return [prob_of.get(path, 1.0) for path in self.tree.paths]
 
+    def describe_rule(self) -> str:
+        """Return the acceptance rule with its options, and whether it is lossy."""
+        options = [f"{key} {value}" for key, value in self.decoding.items() if key != "rule"]
+        text = ", ".join([self.decoding["rule"], *options])
+        lossy = self.decoding["rule"] == "typical"
+        return f"{text} (lossy: answers differ from the backbone's own)" if lossy else text
+
     def with_measured(self, measured: Section) -> Preset:
         """Return the preset with one more validation result."""
         return replace(self, measured=(*self.measured, measured))
