@@ -169,6 +169,8 @@ def profile(
     tree_sizes = numbers("--sizes", sizes) if sizes else list(SIZES)
     if (device_spec is None) != (model_config is None):
         raise click.UsageError("--device-spec and --model-config need each other")
+    if device_spec and (compiles or any(models.values())):
+        raise click.UsageError("--device-spec runs no model, so it takes none and compiles none")
     if device_spec and model_config:
         cost = model_cost(
             find_device(device_spec),
@@ -436,7 +438,7 @@ def generate(
     from treeopt.preset import load_preset
 
     preset = load_preset(preset_name)
-    rule = rule_from(decoding_section(preset, temperature, top_p=top_p, top_k=top_k))
+    rule = rule_from(decoding_section(preset.decoding, temperature, top_p=top_p, top_k=top_k))
     if not rule.lossless:
         warn(f"{rule.name} acceptance is lossy: answers differ from the backbone's own")
     backbone, heads = load_models_of(preset, models)
@@ -486,15 +488,17 @@ def convert(source: Path, format_name: str, out: Path, backbone: str | None) -> 
 @main.command()
 @data_option
 @click.option(
-    "--self-prompts", type=click.IntRange(min=1), help="Prompts the model invents itself."
+    "--self-prompts",
+    type=click.IntRange(min=1),
+    help="The model invents prompts until --out answers this many.",
 )
 @click.option("--out", type=click.Path(path_type=Path), default="answers.jsonl", show_default=True)
 @model_options
 @click.option("--preset", help="Tree to decode with: the same text, faster where rows are few.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=256, show_default=True)
-@click.option("--temperature", type=float, default=0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=float, help="Sample from the likeliest tokens only.")
+@click.option("--temperature", type=float, help="To sample at.  [default: greedy]")
+@click.option("--top-p", type=float, help="With --temperature: sample from this mass only.")
 @click.option("--samples", type=click.IntRange(min=1), default=1, help="Answers to each prompt.")
 @click.option("--seed", type=int, default=0, show_default=True)
 def distill(
@@ -506,7 +510,7 @@ def distill(
     device: str | None,
     dtype: str | None,
     preset: str | None,
-    temperature: float,
+    temperature: float | None,
     top_p: float | None,
     **options: Any,
 ) -> None:
@@ -525,7 +529,7 @@ def distill(
     if heads and not preset:
         raise click.UsageError("--heads need a --preset: plain decoding has no use for them")
     prompts = [prompt.messages for prompt in read_dataset(data).prompts] if data else []
-    options["rule"] = rule_from(rule_section(temperature, top_p=top_p))
+    options["rule"] = rule_from(decoding_section({"rule": "greedy"}, temperature, top_p=top_p))
     if preset:
         loaded_preset = load_preset(preset)
         models = {"backbone": backbone, "heads": heads, "device": device, "dtype": dtype}
@@ -694,19 +698,14 @@ def parse_budget(budget: str) -> int:
 
 
 def decoding_section(
-    preset: Preset, temperature: float | None, **limits: float | None
+    default: dict[str, Any], temperature: float | None, **limits: float | None
 ) -> dict[str, Any]:
-    """Return the preset's acceptance rule, or the sampling rule that the options ask for."""
-    if temperature is None and not any(limits.values()):
-        return preset.decoding
-    return rule_section(temperature, **limits)
-
-
-def rule_section(temperature: float | None, **limits: float | None) -> dict[str, Any]:
-    """Return the acceptance rule that the options name."""
+    """Return the ``default`` acceptance rule, or the sampling rule that the options ask for."""
     given = {name: value for name, value in limits.items() if value is not None}
-    if not temperature and given:
-        raise click.UsageError("--top-p and --top-k need --temperature")
+    if temperature is None:
+        if given:
+            raise click.UsageError("--top-p and --top-k need --temperature")
+        return default
     if temperature == 0:
         return {"rule": "greedy"}
     return {"rule": "sampling", "temperature": temperature, **given}

@@ -110,7 +110,7 @@ def test_the_decoder_loads_every_format(tmp_path, format_name, layout):
 
 def test_configurations(tmp_path):
     def config(format_name: str, layout: str = OWN) -> dict[str, object]:
-        out = tmp_path / format_name
+        out = tmp_path / format_name / layout
         write_heads(heads_of(layout), format_name, out, LM_HEAD, "base")
         value: dict[str, object] = json.loads((out / "config.json").read_text())
         return value
@@ -165,6 +165,14 @@ def test_v1_heads_become_v2_only_if_nothing_is_lost(tmp_path):
     with pytest.raises(HeadsError, match=r"projection 1\.1\.weight is not the backbone's LM head"):
         write_heads(heads_of(OWN), "medusa-v2", tmp_path / "out", LM_HEAD, None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_holds_something_is_left_alone(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for out in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(HeadsError, match="exists; heads are written to a new or an empty"):
+            write_heads(heads_of(OWN), "vllm", out, None, None)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_heads_among_a_whole_models_weights(tmp_path):

@@ -150,6 +150,9 @@ def test_heads_that_treeopt_ships_are_found_by_the_backbones_name(tmp_path, monk
     saved(shipped)
     monkeypatch.setattr("treeopt.models.heads.files", lambda package: tmp_path)
     assert resolve_heads("gryphon") == shipped
+    (tmp_path / "here" / "gryphon").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")  # a directory of that name, without heads
+    assert resolve_heads("gryphon") == shipped
     with pytest.raises(HeadsError, match="no heads at griffin"):
         resolve_heads("griffin")
 

@@ -154,6 +154,9 @@ def test_shape_of_a_configuration(tmp_path):
     file.write_text(json.dumps({**CONFIG, "vocab_size": None}))
     with pytest.raises(CostError, match="vocab_size is None; a whole number above 0 is needed"):
         read_shape(file)
+    file.write_text(json.dumps({**CONFIG, "num_key_value_heads": "8"}))
+    with pytest.raises(CostError, match="num_key_value_heads is '8'; a whole number"):
+        read_shape(file)
 
 
 def run(*arguments: str) -> Any:
@@ -179,6 +182,9 @@ def test_the_command_needs_both_options(tmp_path, monkeypatch):
     result = run("profile", "--device-spec", "h100")
     assert result.exit_code == 2
     assert "--device-spec and --model-config need each other" in result.stderr
+    both = run("profile", "--device-spec", "h100", "--model-config", "c.json", "--dtype", "float32")
+    assert both.exit_code == 2
+    assert "runs no model" in both.stderr
     missing = run("profile", "--device-spec", "h100", "--model-config", "none.json")
     assert missing.exit_code == 1
     assert "none.json" in missing.stderr

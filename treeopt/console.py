@@ -194,12 +194,7 @@ def describe(preset: Preset) -> str:
         lines.append(f"imported from {preset.imported['source']}")
     if preset.predicted:
         lines.append(f"predicted acceptance length {_predicted(preset.predicted)}")
-    for size in preset.sizes:
-        modelled = f" (modelled for {size['modelled']})" if "modelled" in size else ""
-        lines.append(
-            f"best size at batch {size['batch']}, context {size['context']}: "
-            f"{size['tree_size']}{modelled}"
-        )
+    lines += [f"best size at {situation}" for situation in preset.describe_sizes()]
     for row in preset.measured:
         lines.append(
             f"measured {row['acceptance_length']} tokens/step, {row['speedup_vs_plain']}x plain, "

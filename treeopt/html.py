@@ -136,11 +136,7 @@ def _summary(preset: Preset) -> list[Row]:
         "calibration": calibration
         and f"{calibration['documents']:,} documents, {calibration['positions']:,} positions "
         f"of {calibration['data']}",
-        "tree_size by situation": "; ".join(
-            f"batch {row['batch']}, context {row['context']}: {row['tree_size']}"
-            + (f" (modelled for {row['modelled']})" if "modelled" in row else "")
-            for row in preset.sizes
-        ),
+        "tree_size by situation": "; ".join(preset.describe_sizes()),
         "imported from": ", ".join(map(str, (preset.imported or {}).values())),
     }
     always = ("backbone", "heads", "predicted acceptance length", "calibration")

@@ -169,6 +169,14 @@ class Preset:
         lossy = self.decoding["rule"] == "typical"
         return f"{text} (lossy: answers differ from the backbone's own)" if lossy else text
 
+    def describe_sizes(self) -> list[str]:
+        """Return the cut table, a text per situation; sizes that were modelled say so."""
+        return [
+            f"batch {row['batch']}, context {row['context']}: {row['tree_size']}"
+            + (f" (modelled for {row['modelled']})" if "modelled" in row else "")
+            for row in self.sizes
+        ]
+
     def with_measured(self, measured: Section) -> Preset:
         """Return the preset with one more validation result."""
         return replace(self, measured=(*self.measured, measured))

@@ -126,17 +126,17 @@ def read_shape(config: Path) -> ModelShape:
         intermediate_size=_size(value, "intermediate_size", config),
         num_layers=_size(value, "num_hidden_layers", config),
         num_attention_heads=attention,
-        num_kv_heads=value.get("num_key_value_heads") or attention,
-        head_dim=value.get("head_dim") or hidden // attention,
+        num_kv_heads=_size(value, "num_key_value_heads", config, attention),
+        head_dim=_size(value, "head_dim", config, hidden // attention),
         vocab_size=_size(value, "vocab_size", config),
-        num_heads=value.get("medusa_num_heads", 4),
-        num_blocks=value.get("medusa_num_layers", 1),
+        num_heads=_size(value, "medusa_num_heads", config, 4),
+        num_blocks=_size(value, "medusa_num_layers", config, 1),
         own_lm_heads=str(value.get("version")) != "2",
     )
 
 
-def _size(value: Mapping[str, Any], key: str, config: Path) -> int:
-    size = value.get(key)
+def _size(value: Mapping[str, Any], key: str, config: Path, default: int | None = None) -> int:
+    size = default if value.get(key) is None else value[key]
     if not isinstance(size, int) or size < 1:
         raise CostError(f"{config}: {key} is {size!r}; a whole number above 0 is needed")
     return size

@@ -147,15 +147,19 @@ def read_heads(path: str | Path) -> HeadWeights:
     Raises:
         HeadsError: unreadable, no heads, or a tensor is missing or one too many.
     """
-    path = checkpoint_in(Path(path))
-    tensors, metadata = _read_pickle(path) if path.suffix in _PICKLES else _read_safetensors(path)
+    file = find_checkpoint(Path(path))
+    if file is None:
+        raise HeadsError(
+            f"no heads at {path}: give a checkpoint file, or a directory with {CHECKPOINT}"
+        )
+    tensors, metadata = _read_pickle(file) if file.suffix in _PICKLES else _read_safetensors(file)
     for format_ in FORMATS.values():
         pattern = _pattern(format_.block)
         found = [match for name in tensors if (match := pattern.fullmatch(name))]
         if found:
-            return _structured(format_, found, tensors, metadata, path)
+            return _structured(format_, found, tensors, metadata, file)
     names = ", ".join(sorted(tensors)[:3]) or "nothing"
-    raise HeadsError(f"{path} holds no Medusa heads: expected 0.0.linear.weight, found {names}")
+    raise HeadsError(f"{file} holds no Medusa heads: expected 0.0.linear.weight, found {names}")
 
 
 def write_heads(
@@ -168,8 +172,10 @@ def write_heads(
         backbone: name of the backbone, for the configurations that hold it.
 
     Raises:
-        HeadsError: the format cannot express these heads.
+        HeadsError: the format cannot express these heads, or ``out`` holds something already.
     """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise HeadsError(f"{out} exists; heads are written to a new or an empty directory")
     format_ = FORMATS[format_name]
     fitted = _fitted(heads, format_name, lm_head)
     names = {ours: format_.name_of(ours, fitted.num_blocks) for ours in fitted.tensors}
@@ -216,10 +222,9 @@ def _config(heads: HeadWeights, format_name: str, backbone: str | None) -> dict[
     counts = {"medusa_num_heads": heads.num_heads, "medusa_num_layers": heads.num_blocks}
     if format_name == "rtp-llm":
         return {"medusa_config": counts}
-    if format_name == "modelopt":
-        return {"medusa": {f"num_{key.replace('num_', '')}": n for key, n in counts.items()}}
-    if format_name == "tensorrt-llm":
-        return {"num_medusa_heads": heads.num_heads, "num_medusa_layers": heads.num_blocks}
+    if format_name in ("modelopt", "tensorrt-llm"):
+        nvidia = {"num_medusa_heads": heads.num_heads, "num_medusa_layers": heads.num_blocks}
+        return {"medusa": nvidia} if format_name == "modelopt" else nvidia
     if format_name == "vllm":
         projection = heads.lm_head
         if projection is None:
@@ -290,15 +295,11 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(escaped)
 
 
-def checkpoint_in(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path | None:
     """Return the checkpoint file at ``path``: itself, or the one that a directory holds."""
     names = [CHECKPOINT, *dict.fromkeys(format_.file for format_ in FORMATS.values())]
-    for candidate in [path, *(path / name for name in names)]:
-        if candidate.is_file():
-            return candidate
-    raise HeadsError(
-        f"no heads at {path}: give a checkpoint file, or a directory with {CHECKPOINT}"
-    )
+    candidates = [path, *(path / name for name in names)]
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from treeopt.errors import HeadsError
 from treeopt.files import replacing, sha256_of_file, sort_safetensors_header
-from treeopt.formats.heads import CHECKPOINT, OWN, HeadWeights, checkpoint_in, read_heads
+from treeopt.formats.heads import CHECKPOINT, OWN, HeadWeights, find_checkpoint, read_heads
 from treeopt.models.backbone import Backbone
 
 
@@ -148,9 +148,8 @@ def compile_models(
 def resolve_heads(spec: str | Path) -> Path:
     """Return the checkpoint file that ``spec`` names: a file, a directory or shipped heads."""
     shipped = Path(str(files("presets"))) / f"{spec}-heads.safetensors"
-    path = Path(spec)
-    if path.exists():
-        return checkpoint_in(path)
+    if found := find_checkpoint(Path(spec)):
+        return found
     if shipped.is_file():
         return shipped
     raise HeadsError(

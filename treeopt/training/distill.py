@@ -88,13 +88,14 @@ def distill(
         DataError: ``out`` exists and was made under other conditions, or a prompt does not fit.
     """
     answered = _resume(out, _conditions(backbone, recipe))
+    generator = _generator(recipe, answered)
     distinct = {tuple(backbone.encode(messages)): messages for messages in conversations}
     for ids in distinct:
         room_for(backbone, ids, recipe.max_new_tokens)
     todo = [ids for ids in distinct for _ in range(recipe.samples - answered[ids])]
     size = _WINDOW * recipe.batch_size
     windows = (todo[first : first + size] for first in range(0, len(todo), size))
-    _answer(backbone, windows, distinct, out, recipe, answered.total(), on_answers)
+    _answer(backbone, windows, distinct, out, recipe, generator, on_answers)
 
 
 def distill_invented(
@@ -104,14 +105,18 @@ def distill_invented(
     recipe: Recipe,
     on_answers: OnAnswers = lambda answers, tokens: None,
 ) -> None:
-    """Append prompts of the backbone's own invention and its answers, ``num_prompts`` in all.
+    """Append prompts of the backbone's own invention and its answers.
 
-    Resumable like ``distill``, with which it can share a file.
+    Stops when ``out`` answers ``num_prompts`` prompts, those that ``distill`` put there included;
+    resumable like it.
 
     Raises:
         DataError: as ``distill``, or there is no chat template that shows where a user speaks.
     """
     answered = _resume(out, _conditions(backbone, recipe))
+    generator = _generator(
+        recipe, answered
+    )  # for both: one seed twice would tie answers to prompts
     start = _user_turn(backbone)
     known: dict[tuple[int, ...], list[Message]] = {}
 
@@ -120,7 +125,6 @@ def distill_invented(
         if todo:
             known.update(_messages_in(out))
             yield todo
-        generator = torch.Generator().manual_seed(recipe.seed + len(answered))
         while (missing := num_prompts - len(answered)) > 0:
             window: list[tuple[int, ...]] = []
             for _ in range(_WINDOW):
@@ -141,7 +145,7 @@ def distill_invented(
                 )
             yield [ids for ids in window for _ in range(recipe.samples)]
 
-    _answer(backbone, windows(), known, out, recipe, answered.total(), on_answers)
+    _answer(backbone, windows(), known, out, recipe, generator, on_answers)
 
 
 def _answer(
@@ -150,20 +154,14 @@ def _answer(
     known: dict[tuple[int, ...], list[Message]],
     out: Path,
     recipe: Recipe,
-    num_answered: int,
+    generator: torch.Generator,
     on_answers: OnAnswers,
 ) -> None:
     """Answer ``windows`` of prompts, whose messages are ``known`` by then."""
-    seed = recipe.seed + num_answered
-    choose = _chooser(recipe.rule, torch.Generator().manual_seed(seed))
+    answers = _answers_by_tree if recipe.drafts else _answers
     with out.open("a", encoding="utf-8") as file:
         for window in windows:
-            if recipe.drafts:
-                answers = _answers_by_tree(backbone, window, recipe, seed)
-                seed += len(window)
-            else:
-                answers = _answers(backbone, window, recipe, choose)
-            for ended in answers:
+            for ended in answers(backbone, window, recipe, generator):
                 for answer in ended:
                     messages = known[tuple(answer.prompt)]
                     file.write(json.dumps(_row(backbone, messages, answer)) + "\n")
@@ -173,17 +171,19 @@ def _answer(
 
 
 def _answers(
-    backbone: Backbone, prompts: list[tuple[int, ...]], recipe: Recipe, choose: Choose
+    backbone: Backbone, prompts: list[tuple[int, ...]], recipe: Recipe, generator: torch.Generator
 ) -> Iterator[list[Answer]]:
+    choose = _chooser(recipe.rule, generator)
     for batch in like_length(prompts, recipe.batch_size):
         together = [prompts[index] for index in batch]
         yield from answer_batch(backbone, together, recipe.max_new_tokens, choose)
 
 
 def _answers_by_tree(
-    backbone: Backbone, prompts: list[tuple[int, ...]], recipe: Recipe, seed: int
+    backbone: Backbone, prompts: list[tuple[int, ...]], recipe: Recipe, generator: torch.Generator
 ) -> Iterator[list[Answer]]:
     assert recipe.drafts
+    seed = int(torch.randint(1 << 31, (), generator=generator))
     decoder = TreeDecoder(backbone, *recipe.drafts, recipe.rule, seed)
     answers = [Answer(prompt) for prompt in prompts]
     for emitted in decoder.decode_many(prompts, recipe.max_new_tokens, recipe.batch_size):
@@ -192,6 +192,10 @@ def _answers_by_tree(
         answer = answers[emitted.prompt]
         answer.tokens += emitted.tokens
         yield [answer] if emitted.ended else []
+
+
+def _generator(recipe: Recipe, answered: Counter[tuple[int, ...]]) -> torch.Generator:
+    return torch.Generator().manual_seed(recipe.seed + answered.total())
 
 
 def _chooser(rule: Greedy | Sampling, generator: torch.Generator) -> Choose:
