@@ -673,7 +673,12 @@ def make_preset(
     request = builder.Request(parse_budget(budget), **limits)
     command = shlex.join(["treeopt", *sys.argv[1:]])
     if accuracy:
-        rates = rates_from_table(read_json(accuracy, TableError), str(accuracy))
+        table = read_json(accuracy, TableError)
+        rates = rates_from_table(table, str(accuracy))
+        if table["kind"] == "positional":
+            return builder.preset_from_positional_rates(
+                rates[0], request, name=name, command=command
+            )
         return builder.preset_from_rates(rates, request, name=name, command=command)
     path, trace = load_trace(calibration)
     preset = builder.preset_from_trace(trace, path, request, name=name, command=command)

@@ -176,6 +176,14 @@ def test_cumulative_table() -> None:
     assert np.array_equal(rates_from_table(table), [[0.5, 0.25, 0], [0.25, 0.75, 0]])
 
 
+def test_positional_table_is_one_row_for_every_depth() -> None:
+    table = {"heads": [[0.5, 0.1, 0.3]], "kind": "positional"}
+    assert np.array_equal(rates_from_table(table), [[0.5, 0.1, 0.3]])
+    model = IndependentAcceptance.positional(np.array([0.5, 0.1, 0.3]), 4)
+    assert (model.num_heads, model.num_ranks) == (4, 3)
+    assert model.path_prob((2, 0, 1)) == 0.3 * 0.5 * 0.1
+
+
 def test_whole_numbers_are_rates_too() -> None:
     assert np.array_equal(rates_from_table({"heads": [[1, 0]], "kind": "per_rank"}), [[1, 0]])
 
@@ -203,8 +211,10 @@ def test_whole_numbers_are_rates_too() -> None:
         ([0.5], "per_rank", "a list with one non-empty list per head"),
         ({"1": [0.5]}, "per_rank", "a list with one non-empty list per head"),
         (None, "per_rank", "a list with one non-empty list per head"),
-        ([[0.5]], "top", "kind is 'top'; use per_rank or cumulative"),
-        ([[0.5]], None, "kind is None; use per_rank or cumulative"),
+        ([[0.5]], "top", "kind is 'top'; choose one of per_rank, cumulative, positional"),
+        ([[0.5]], None, "kind is None; choose one of per_rank"),
+        ([[0.5], [0.5]], "positional", "a positional table has one row, .* not 2"),
+        ([[0.5, 0.6]], "positional", "sums to 1.1"),
     ],
 )
 def test_refused_tables(heads: object, kind: object, message: str) -> None:

@@ -422,13 +422,35 @@ def test_missing_and_unreadable_files(here: Path, models: None) -> None:
         ([[0.5], [-0.1]], "per_rank", "head 2 holds -0.1"),
         ([[0.5], ["x"]], "per_rank", "head 2 holds something that is not a number"),
         ([], "per_rank", "one non-empty list per head"),
-        ([[0.5]], "top", "use per_rank or cumulative"),
+        ([[0.5]], "top", "choose one of per_rank, cumulative, positional"),
+        ([[0.5], [0.4]], "positional", "a positional table has one row"),
     ],
 )
 def test_bad_tables(here: Path, rows: list[object], kind: str, expected: str) -> None:
     path = table(here, {"heads": rows, "kind": kind})
     assert expected in refused("build", "--accuracy", path, "--out", "p.yaml")
     assert not (here / "p.yaml").exists()
+
+
+def test_a_positional_table_gives_a_preset_for_sampled_candidates(here: Path) -> None:
+    path = table(here, {"heads": [[0.5, 0.0, 0.3]], "kind": "positional"})
+    result = done("build", "--accuracy", path, "--budget", "8", "--out", "p.yaml", "--json")
+    preset = load_preset("p.yaml")
+    assert preset.decoding == {"rule": "sampling", "candidates": "sampled"}
+    siblings = {node: set() for node in range(preset.tree_size)}
+    for parent, rank in zip(preset.tree.parents[1:], preset.tree.ranks[1:], strict=True):
+        siblings[parent].add(rank)
+    assert all(ranks == set(range(len(ranks))) for ranks in siblings.values())
+    expected = json.loads(result.stdout)["expected_acceptance_length"]
+    assert preset.predicted == {
+        "acceptance_length": pytest.approx(expected, abs=1e-4),
+        "method": "positional rates",
+        "held_out": False,
+    }
+    done("build", "--accuracy", path, "--budget", "64", "--max-depth", "2", "--out", "q.yaml")
+    assert load_preset("q.yaml").tree.depth == 2
+    assert load_preset("q.yaml").tree_size == 1 + 3 + 6  # rank 1 is there for rank 2's sake
+    assert "depth 0" in refused("build", "--accuracy", path, "--max-depth", "0", "--out", "r.yaml")
 
 
 @pytest.mark.parametrize("budget", ["0", "-3"])

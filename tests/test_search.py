@@ -22,7 +22,7 @@ from treeopt.acceptance import (
     rates_from_table,
 )
 from treeopt.errors import TreeError
-from treeopt.search import Ladder, grow
+from treeopt.search import Ladder, grow, grow_contiguous
 from treeopt.trace import MISSED, RankTrace
 from treeopt.tree import Tree
 
@@ -277,19 +277,54 @@ def test_ppd_trees_in_order(nodes: int, depth: int, sha256: str) -> None:
 # child needs the sibling before it costs nothing.
 
 
+SPECHUB_EAGLE = np.array([0.67, 0.13])
+
+
 @pytest.mark.parametrize(
     ("size", "expected"), [(4, 2.419663), (8, 2.976646), (16, 3.466229), (32, 3.865254)]
 )
 def test_spechub_expected_lengths(size: int, expected: float) -> None:
-    rates = np.tile([0.67, 0.13], (31, 1))  # more heads than 32 nodes can use
-    lengths = grow(IndependentAcceptance(rates), size).expected_acceptance_lengths()
-    assert lengths[-1] == pytest.approx(expected, abs=1.5e-6)
+    model = IndependentAcceptance.positional(SPECHUB_EAGLE, 31)  # more than 32 nodes can use
+    for search in (grow, grow_contiguous):
+        lengths = search(model, size).expected_acceptance_lengths()
+        assert lengths[-1] == pytest.approx(expected, abs=1.5e-6)
 
 
-def test_spechub_level_sizes() -> None:
-    rates = np.tile([0.67, 0.13], (31, 1))
-    tree = grow(IndependentAcceptance(rates), 32).tree(32)
+@pytest.mark.parametrize("search", [grow, grow_contiguous])
+def test_spechub_level_sizes(search: Callable[..., Ladder]) -> None:
+    tree = search(IndependentAcceptance.positional(SPECHUB_EAGLE, 31), 32).tree(32)
     assert np.bincount(tree.depths).tolist() == [1, 2, 3, 4, 5, 6, 7, 1, 1, 1, 1]
+
+
+def test_spechub_tree_of_16() -> None:
+    """The children of every node, as EAGLE/biSeq16.pt lists them."""
+    tree = grow_contiguous(IndependentAcceptance.positional(SPECHUB_EAGLE, 31), 16).tree(16)
+    successors = [np.flatnonzero(tree.parents == node).tolist() for node in range(16)]
+    assert successors == [
+        [1, 2], [3, 4], [5], [6, 7], [8], [9], [10], [], [], [11], [12], [], [13], [14], [15], []
+    ]  # fmt: skip
+
+
+# Sequoia/hub_accept_rates/{model}-7b-chat-{T1,T06}-P1-cnn.pt: rates of both siblings. What was
+# measured with the trees of 4, 8, 16 and 32 nodes made from them is the tokens per large model step
+# of the runs on CNN in Sequoia/tests/biseq_hub_log.txt (the log of 8 nodes, 160m, T1 is cut off).
+SPECHUB_RUNS = {
+    "68m T1": ([0.424809, 0.166023], {4: 1.80568, 8: 2.06669, 16: 2.28425, 32: 2.34445}),
+    "68m T.6": ([0.4842, 0.1379], {4: 1.84977, 8: 2.15422, 16: 2.28394, 32: 2.43532}),
+    "160m T1": ([0.512958, 0.166032], {4: 1.92114, 16: 2.51493, 32: 2.75402}),
+    "160m T.6": ([0.563159, 0.135093], {4: 2.00917, 8: 2.37762, 16: 2.61497, 32: 2.90529}),
+}
+SPECHUB_EXPECTED = {"68m T1": 2.30166, "68m T.6": 2.47076, "160m T1": 2.76417, "160m T.6": 2.93605}
+
+
+@pytest.mark.parametrize("run", SPECHUB_RUNS)
+def test_positional_rates_predict_measured_tokens_per_step(run: str) -> None:
+    rates, measured = SPECHUB_RUNS[run]
+    model = IndependentAcceptance.positional(np.array(rates), 31)
+    for size, tokens_per_step in measured.items():
+        predicted = grow_contiguous(model, size).expected_acceptance_lengths()[-1]
+        assert predicted == pytest.approx(tokens_per_step, rel=0.07)
+    assert predicted == pytest.approx(SPECHUB_EXPECTED[run], abs=2e-5)  # of 32 nodes, the last
 
 
 SEQUOIA = published("sequoia_demo.json")
@@ -323,3 +358,114 @@ def test_sequoia_cells_without_gaps_are_many() -> None:
         ladder = grow(IndependentAcceptance(np.tile(vector, (levels - 1, 1))), size)
         equal += abs(ladder.expected_acceptance_lengths()[-1] - length) < 6e-5
     assert (equal, len(SEQUOIA_CELLS)) == (58, 79)
+
+
+# No gaps among siblings.
+
+
+@cache
+def without_gaps(heads: int, ranks: int, size: int) -> np.ndarray:
+    """Return the rows of ``membership`` of trees in which every child has the sibling before it."""
+    return np.array(
+        [
+            row
+            for row, tree in zip(
+                membership(heads, ranks, size), all_trees(heads, ranks, size), strict=True
+            )
+            if all(p[-1] == 0 or (*p[:-1], p[-1] - 1) in tree for p in tree)
+        ]
+    )
+
+
+@given(RATES)
+def test_contiguous_tree_is_optimal_among_all_without_gaps(rates: list[list[float]]) -> None:
+    model = IndependentAcceptance(np.array(rates))
+    paths = all_paths(len(rates), 3)
+    probs = np.array([model.path_prob(path) for path in paths])
+    best = 0.0
+    for size in range(min(6, len(paths)) + 1):
+        ladder = grow_contiguous(model, size + 1)
+        best = max(best, float((without_gaps(len(rates), 3, size) @ probs).max()))
+        assert ladder.expected_acceptance_lengths()[-1] == pytest.approx(1 + best, abs=1e-12)
+        assert ladder.max_tree_size <= size + 1
+        check_no_gaps(model, ladder)
+
+
+def check_no_gaps(model: AcceptanceModel, ladder: Ladder) -> None:
+    """Every slice is a tree without gaps, and the ladder knows its paths' probabilities."""
+    seen: set[TreePath] = {()}
+    for path, prob in zip(ladder.paths, ladder.probs, strict=True):
+        assert path[:-1] in seen
+        assert path[-1] == 0 or (*path[:-1], path[-1] - 1) in seen
+        assert prob == pytest.approx(model.path_prob(path), abs=1e-15)
+        seen.add(path)
+    assert len(seen) == ladder.max_tree_size
+
+
+@given(RATES, st.integers(1, 3), st.integers(1, 3))
+def test_contiguous_limits(rates: list[list[float]], depth: int, ranks: int) -> None:
+    model = IndependentAcceptance(np.array(rates))
+    depth = min(depth, model.num_heads)
+    within = IndependentAcceptance(model.rates[:depth, :ranks])
+    limited = grow_contiguous(model, 7, depth, ranks)
+    assert all(len(path) <= depth and max(path) < ranks for path in limited.paths)
+    assert limited.paths == grow_contiguous(within, 7).paths
+
+
+@given(st.lists(WEIGHTS, min_size=1, max_size=5), st.integers(1, 40))
+def test_contiguous_equals_best_first_where_rates_fall(weights: list[Any], size: int) -> None:
+    rates = np.array([sorted(row, reverse=True) for row in weights]) / 20
+    model = IndependentAcceptance(rates)
+    free, contiguous = grow(model, size), grow_contiguous(model, size)
+    assert contiguous.probs.sum() == pytest.approx(free.probs.sum(), abs=1e-12)
+
+
+def test_a_worthless_sibling_is_taken_for_the_one_behind_it() -> None:
+    model = IndependentAcceptance(np.array([[0.5, 0.0, 0.3], [0.2, 0.0, 0.0]]))
+    assert grow_contiguous(model, 3).paths == ((0,), (0, 0))
+    assert grow_contiguous(model, 4).paths == ((0,), (1,), (2,))
+    assert grow_contiguous(model, 5).paths == ((0,), (0, 0), (1,), (2,))
+    assert grow_contiguous(model, 99).max_tree_size == 6  # nothing is spent on what is never right
+
+
+@pytest.mark.parametrize(("size", "levels", "length"), SEQUOIA_CELLS)
+def test_sequoia_optimum_without_gaps(size: int, levels: int, length: float) -> None:
+    vector = np.array(SEQUOIA["acceptance_rate_vector"][1:-1])
+    ladder = grow_contiguous(IndependentAcceptance.positional(vector, levels - 1), size)
+    assert ladder.expected_acceptance_lengths()[-1] == pytest.approx(length, abs=6e-5)
+
+
+def test_settled_depths_change_nothing() -> None:
+    """Depths that add nothing are not searched again; where depths differ a little, all are."""
+    vector = np.array(SEQUOIA["acceptance_rate_vector"][1:-1])
+    alike = IndependentAcceptance.positional(vector, 63)
+    unlike = IndependentAcceptance(alike.rates * (1 - 1e-12 * np.arange(63)[:, None]))
+    for size in (8, 64):
+        lengths = [
+            grow_contiguous(model, size).expected_acceptance_lengths()[-1]
+            for model in (alike, unlike)
+        ]
+        assert lengths[0] == pytest.approx(lengths[1], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"tree_size": 0}, "a budget of 0 is too small; the root alone needs 1"),
+        ({"tree_size": 8, "max_depth": 4}, "depth 4 is not between 1 and the 3 heads"),
+        ({"tree_size": 8, "max_ranks": 0}, "0 ranks is not between 1 and the 10 known"),
+    ],
+)
+def test_contiguous_refuses_the_same_limits(limits: dict[str, int], message: str) -> None:
+    with pytest.raises(TreeError, match=message):
+        grow_contiguous(IndependentAcceptance(PPD_7B), **limits)
+
+
+def test_contiguous_without_any_node() -> None:
+    for model, size in (
+        (IndependentAcceptance(PPD_7B), 1),
+        (IndependentAcceptance(np.zeros((2, 3))), 9),
+    ):
+        ladder = grow_contiguous(model, size)
+        assert (ladder.paths, ladder.max_tree_size) == ((), 1)
+        assert ladder.expected_acceptance_lengths().tolist() == [1.0]

@@ -10,7 +10,7 @@ from treeopt.errors import TreeoptError
 from treeopt.preset import Preset, load_preset
 from treeopt.replay import Replay, replay
 from treeopt.report import DecodeReport
-from treeopt.search import Ladder, grow
+from treeopt.search import Ladder, grow, grow_contiguous
 from treeopt.trace import RankTrace
 from treeopt.tree import Tree
 
@@ -26,6 +26,7 @@ __all__ = [
     "Tree",
     "TreeoptError",
     "grow",
+    "grow_contiguous",
     "load_preset",
     "replay",
 ]

@@ -24,6 +24,7 @@ from treeopt.tree import Path
 
 FloatArray = NDArray[np.float64]
 
+KINDS = ("per_rank", "cumulative", "positional")  # of tables of rates
 BACK_OFF = 30.0  # pseudo-counts given to the pooled rates; see `JointAcceptance`
 
 
@@ -75,6 +76,17 @@ class IndependentAcceptance(AcceptanceModel):
         self.rates = check_rates(rates)
         self.num_heads, self.num_ranks = self.rates.shape
         self._ranked = [RankedChildren.of(row) for row in self.rates]
+
+    @classmethod
+    def positional(cls, rates: FloatArray, num_heads: int) -> IndependentAcceptance:
+        """Take one vector of ``rates`` [R] for every depth: a child counts by its place alone.
+
+        Of candidates that are sampled and tested in turn, ``rates[i]`` is the share of tests that
+        accept the i-th; what came before the parent is taken not to matter.
+
+        Source: arXiv 2402.12374 (Sequoia), definition 4.1.
+        """
+        return cls(np.tile(rates, (num_heads, 1)))
 
     @classmethod
     def from_trace(cls, trace: RankTrace) -> IndependentAcceptance:
@@ -156,7 +168,8 @@ def rates_from_table(table: Any, source: str = "the table") -> FloatArray:
     """Return rates [K, R] from ``{"heads": [[…], …], "kind": "per_rank" | "cumulative"}``.
 
     A cumulative row holds top-1, top-2, … accuracies; its differences are the rates. Rows may be
-    of unlike length; missing ranks count as never right.
+    of unlike length; missing ranks count as never right. Of the kind ``positional`` there is one
+    row, the rates of sampled candidates in the order in which they are tested, for every depth.
 
     Raises:
         TableError: another shape, a number outside [0, 1], or rows that exceed 1 or fall.
@@ -164,11 +177,16 @@ def rates_from_table(table: Any, source: str = "the table") -> FloatArray:
     if not isinstance(table, dict) or set(table) != {"heads", "kind"}:
         keys = sorted(table) if isinstance(table, dict) else type(table).__name__
         raise TableError(f"{source} must hold exactly the keys heads and kind, not {keys}")
-    if table["kind"] not in ("per_rank", "cumulative"):
-        raise TableError(f"{source}: kind is {table['kind']!r}; use per_rank or cumulative")
+    if table["kind"] not in KINDS:
+        known = ", ".join(KINDS)
+        raise TableError(f"{source}: kind is {table['kind']!r}; choose one of {known}")
     rows = table["heads"]
     if not isinstance(rows, list) or not rows or not all(isinstance(r, list) and r for r in rows):
         raise TableError(f"{source}: heads must be a list with one non-empty list per head")
+    if table["kind"] == "positional" and len(rows) > 1:
+        raise TableError(
+            f"{source}: a positional table has one row, the same for every depth, not {len(rows)}"
+        )
     rates = np.zeros((len(rows), max(map(len, rows))))
     for head, row in enumerate(rows):
         if not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in row):

@@ -16,7 +16,7 @@ from treeopt.files import sha256_of_file
 from treeopt.preset import Preset, Section
 from treeopt.provenance import library_versions, now
 from treeopt.replay import Interval, Replay, accepted_at, walk
-from treeopt.search import Ladder, grow
+from treeopt.search import Ladder, grow, grow_contiguous
 from treeopt.trace import RankTrace
 
 FOLDS = 5
@@ -153,6 +153,29 @@ def preset_from_rates(rates: FloatArray, request: Request, *, name: str, command
         request.max_ranks,
     )
     tree_size = min(request.tree_size, ladder.max_tree_size)
+    return _preset_from_table(ladder, tree_size, "independence", name=name, command=command)
+
+
+def preset_from_positional_rates(
+    rates: FloatArray, request: Request, *, name: str, command: str
+) -> Preset:
+    """Return the preset for sampled candidates that one vector of rates [R] gives.
+
+    Its ladder is the best tree without gaps of ``request.tree_size``, as deep as pays.
+    """
+    num_heads = request.max_depth or max(1, request.tree_size - 1)
+    model = IndependentAcceptance.positional(rates, num_heads)
+    ladder = grow_contiguous(model, request.tree_size, request.max_depth, request.max_ranks)
+    preset = _preset_from_table(
+        ladder, ladder.max_tree_size, "positional rates", name=name, command=command
+    )
+    return replace(preset, decoding={"rule": "sampling", "candidates": "sampled"})
+
+
+def _preset_from_table(
+    ladder: Ladder, tree_size: int, method: str, *, name: str, command: str
+) -> Preset:
+    """Return a preset that knows no more than the table behind ``ladder``."""
     expected = ladder.expected_acceptance_lengths()[tree_size - 1]
     return Preset(
         name=name,
@@ -161,7 +184,7 @@ def preset_from_rates(rates: FloatArray, request: Request, *, name: str, command
         tree_size=tree_size,
         predicted={
             "acceptance_length": round(float(expected), 5),
-            "method": "independence",
+            "method": method,
             "held_out": False,
         },
         provenance=_provenance(command),
