@@ -111,7 +111,7 @@ class JointAcceptance(AcceptanceModel):
 
     def __init__(self, trace: RankTrace, back_off: float = BACK_OFF) -> None:
         """Count the paths of ``trace``; ``back_off`` is m, in positions."""
-        _require_trials(trace)
+        require_trials(trace)
         self.num_heads, self.num_ranks = trace.num_heads, trace.num_ranks
         self.back_off = back_off
         self._pooled: list[FloatArray] = []
@@ -160,7 +160,7 @@ def rates_of(trace: RankTrace) -> FloatArray:
     Raises:
         TraceError: a head was never scored.
     """
-    _require_trials(trace)
+    require_trials(trace)
     return trace.hits() / trace.trials()[:, None]
 
 
@@ -218,7 +218,8 @@ def check_rates(rates: FloatArray, source: str = "the table") -> FloatArray:
     return rates
 
 
-def _require_trials(trace: RankTrace) -> None:
+def require_trials(trace: RankTrace) -> None:
+    """Raise TraceError unless every head was scored."""
     trials = trace.trials()
     if (trials == 0).any():
         head = int(np.argmax(trials == 0)) + 1

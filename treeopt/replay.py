@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from treeopt.dynamic import DynamicTree
 from treeopt.errors import TraceError
 from treeopt.trace import RankTrace
 from treeopt.tree import NO_CHILD, ROOT, Tree
@@ -60,7 +61,7 @@ class Replay:
         return float(self.tokens[documents].sum() / max(self.steps[documents].sum(), 1))
 
 
-def replay(trace: RankTrace, tree: Tree) -> Replay:
+def replay(trace: RankTrace, tree: Tree | DynamicTree) -> Replay:
     """Return what greedy decoding of the trace's documents with ``tree`` would do.
 
     Raises:
@@ -84,29 +85,44 @@ def walk(trace: RankTrace, accepted: NDArray[np.int64]) -> Replay:
     return Replay(np.diff(trace.doc_start) - 1, steps, accepted[starts])
 
 
-def accepted_at(trace: RankTrace, tree: Tree) -> NDArray[np.int64]:
+def accepted_at(trace: RankTrace, tree: Tree | DynamicTree) -> NDArray[np.int64]:
     """Return int64 [P]: draft tokens a step at each position would accept with ``tree``.
 
     Raises:
         TreeError: the tree needs more heads or ranks than the trace has.
     """
     tree.check_fits(trace.num_heads, trace.num_ranks)
-    # Row N and column R of the table absorb misses, so the walk needs no branches.
-    size, num_ranks = tree.children.shape
-    table = np.full((size + 1, trace.num_ranks + 1), size, dtype=np.int32)
-    table[:size, :num_ranks] = np.where(tree.children == NO_CHILD, size, tree.children)
-    flat, width = table.ravel(), table.shape[1]
+    dynamic = tree if isinstance(tree, DynamicTree) else None
+    tree = tree.universe if isinstance(tree, DynamicTree) else tree
+    table = _transitions(tree, trace.num_ranks)
+    flat, width, missed = table.ravel(), table.shape[1], tree.tree_size
     depths = np.append(tree.depths, 0)
     accepted = np.zeros(trace.num_positions, dtype=np.int64)
-    for first in range(0, trace.num_positions, _CHUNK):
-        ranks = trace.ranks[first : first + _CHUNK, : tree.depth].astype(np.int32)
+    chunk = _CHUNK // 16 if dynamic else _CHUNK  # a dynamic tree weighs every node
+    for first in range(0, trace.num_positions, chunk):
+        ranks = trace.ranks[first : first + chunk, : tree.depth].astype(np.int32)
         ranks[ranks < 0] = trace.num_ranks
         node = np.full(len(ranks), ROOT, dtype=np.int32)
-        reached = accepted[first : first + _CHUNK]
+        reached = accepted[first : first + chunk]
+        if dynamic:
+            chosen = np.pad(dynamic.chosen(trace.probs[first : first + chunk]), ((0, 0), (0, 1)))
         for column in ranks.T:
             node = flat[node * width + column]
+            if dynamic:
+                node = np.where(chosen[np.arange(len(node)), node], node, missed)
             np.maximum(reached, depths[node], out=reached)
     return accepted
+
+
+def _transitions(tree: Tree, num_ranks: int) -> NDArray[np.int32]:
+    """Return int32 [N + 1, num_ranks + 1]: the node after each node and rank.
+
+    The last row and column absorb misses, so that a walk needs no branches.
+    """
+    size, known = tree.children.shape
+    table = np.full((size + 1, num_ranks + 1), size, dtype=np.int32)
+    table[:size, :known] = np.where(tree.children == NO_CHILD, size, tree.children)
+    return table
 
 
 def step_starts(trace: RankTrace, accepted: NDArray[np.int64]) -> NDArray[np.bool_]:
