@@ -7,6 +7,7 @@ from tiny import PROMPTS, TREES, dataset_of, shared_backbone, shared_heads, tree
 
 from calibration.collect import collect
 from treeopt.decoder.tree import TreeDecoder
+from treeopt.dynamic import DynamicTree, fit_maps
 from treeopt.models.backbone import Backbone
 from treeopt.replay import replay
 from treeopt.trace import RankTrace
@@ -20,7 +21,7 @@ def trace_of(backbone: Backbone) -> RankTrace:
     return collect(backbone, shared_heads(), dataset_of(USED), max_new_tokens=TOKENS, batch_size=5)
 
 
-def decoded(backbone: Backbone, tree: Tree) -> tuple[list[list[int]], int]:
+def decoded(backbone: Backbone, tree: Tree | DynamicTree) -> tuple[list[list[int]], int]:
     """Return what the decoder accepted in every step of every prompt, and the tokens of steps."""
     decoder = TreeDecoder(backbone, shared_heads(), tree)
     accepted, num_tokens = [], 0
@@ -34,8 +35,20 @@ def decoded(backbone: Backbone, tree: Tree) -> tuple[list[list[int]], int]:
 @pytest.mark.parametrize("eos", [(), (3,), (19, 57, 28)], ids=["no end", "one end", "three ends"])
 @pytest.mark.parametrize("name", TREES)
 def test_replay_predicts_every_step(name, eos):
-    backbone, tree = with_eos(shared_backbone(), *eos), TREES[name]
-    predicted = replay(trace_of(backbone), tree)
+    backbone = with_eos(shared_backbone(), *eos)
+    compare(backbone, trace_of(backbone), TREES[name])
+
+
+@pytest.mark.parametrize("tree_size", [1, 2, 4, 16, 50])
+@pytest.mark.parametrize("eos", [(), (19, 57, 28)], ids=["no end", "three ends"])
+def test_replay_predicts_every_step_of_dynamic_trees(tree_size, eos):
+    backbone = with_eos(shared_backbone(), *eos)
+    trace = trace_of(backbone)
+    compare(backbone, trace, DynamicTree(TREES["wide"], tree_size, fit_maps(trace)))
+
+
+def compare(backbone: Backbone, trace: RankTrace, tree: Tree | DynamicTree) -> None:
+    predicted = replay(trace, tree)
     accepted, num_tokens = decoded(backbone, tree)
     assert predicted.num_accepted.tolist() == [count for counts in accepted for count in counts]
     assert predicted.steps.tolist() == [len(counts) for counts in accepted]

@@ -24,8 +24,8 @@ from treeopt.tree import Tree
 
 _GROUPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)  # ranks from one to the next share a map
 _KNOTS = 8
-_ONE = int(np.float16(1).view(np.int16))  # positive halves are ordered like their bits
-_HALVES = np.arange(_ONE + 1, dtype=np.int16).view(np.float16).astype(np.float64)
+ONE = int(np.float16(1).view(np.int16))  # bits of 1; positive halves are ordered like theirs
+_HALVES = np.arange(ONE + 1, dtype=np.int16).view(np.float16).astype(np.float64)
 _LOGS = np.log(_HALVES.clip(min=_HALVES[1]))  # 0 counts as the smallest half above it
 
 
@@ -159,7 +159,7 @@ class DynamicTree:
 
         Tables and products only: any device comes to the same bits.
         """
-        bits = probs[:, : self.depth, : self.num_ranks].view(np.int16).clip(0, _ONE)
+        bits = probs[:, : self.depth, : self.num_ranks].view(np.int16).clip(0, ONE)
         chances = self.table[self.starts + bits].reshape(len(probs), -1)
         weights = np.ones((len(probs), self.universe.tree_size), dtype=np.float32)
         for first, slots in self.levels:
@@ -181,7 +181,7 @@ def fit_maps(trace: RankTrace) -> tuple[ChanceMap, ...]:
     ends = [*_GROUPS[1:], trace.num_ranks]
     for head in range(trace.num_heads):
         scored = trace.num_scored > head
-        bits = trace.probs[scored, head].view(np.int16).clip(0, _ONE)
+        bits = trace.probs[scored, head].view(np.int16).clip(0, ONE)
         ranks = trace.ranks[scored, head]
         for first, end in zip(_GROUPS, ends, strict=True):
             end = min(end, trace.num_ranks)

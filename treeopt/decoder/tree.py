@@ -1,7 +1,8 @@
 """Tree decoding: draft with the heads, verify in one backbone call, accept, for many rows at once.
 
 Legend: ``B`` rows (sequences), ``N`` tree size, ``K`` tree depth, ``R`` ranks the tree uses, ``d``
-hidden size, ``V`` vocabulary size. Row b of a verify call holds the N nodes of sequence b.
+hidden size, ``V`` vocabulary size. Row b of a verify call holds the N nodes of sequence b. A
+dynamic tree chooses them from the ``U`` nodes of its universe; a static one is all of it, U = N.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from treeopt.decoder import rules
+from treeopt.decoder.choice import Choice, Chooser
 from treeopt.decoder.plain import greedy, prefill, room_for
 from treeopt.decoder.rules import Accepted, Greedy, Rule, Sampling, TreeShape, Typical
+from treeopt.dynamic import DynamicTree
 from treeopt.errors import DataError, TreeoptError
 from treeopt.models.backbone import Backbone, attention_limit
 from treeopt.models.cache import RaggedCache
@@ -97,17 +101,19 @@ class Step:
 
 
 class TreeDecoder:
-    """Decodes with a fixed tree under one acceptance rule.
+    """Decodes with a static or a dynamic tree under one acceptance rule.
 
     Everything that does not depend on the text is made once: where nodes stand, what they see,
     and where in the heads' lists each node's token is.
+
+    tree: the tree, of a dynamic one the universe. tree_size: rows of a verify call.
     """
 
     def __init__(
         self,
         backbone: Backbone,
         heads: MedusaHeads,
-        tree: Tree,
+        tree: Tree | DynamicTree,
         rule: Rule | None = None,
         seed: int = 0,
     ) -> None:
@@ -115,17 +121,29 @@ class TreeDecoder:
 
         Raises:
             TreeError: the tree is deeper than the heads or uses ranks beyond the vocabulary.
+            DataError: a dynamic tree under a rule that needs a static one.
         """
         tree.check_fits(heads.num_heads, backbone.vocab_size)
-        self.backbone, self.heads, self.tree, self.seed = backbone, heads, tree, seed
         self.rule: Rule = rule or Greedy()
-        device = backbone.device
+        self.tree_size, device = tree.tree_size, backbone.device
+        self._chooser: Chooser | None = None
+        if isinstance(tree, DynamicTree):
+            if not chooses_trees(self.rule):
+                raise DataError(
+                    "a dynamic tree decodes greedily or samples with top candidates; typical "
+                    "acceptance and sampled candidates need a static one"
+                )
+            self._chooser, tree = Chooser(tree, device), tree.universe
+        self.backbone, self.heads, self.tree, self.seed = backbone, heads, tree, seed
         self.shape = TreeShape.of(tree, device)
         ranks = tree.sibling_indices if self._samples_candidates else tree.ranks
         self.num_candidates = int(ranks.max()) + 1
         slots = (tree.depths[1:] - 1) * self.num_candidates + ranks[1:]
-        self.slots = torch.tensor(slots, device=device)  # [N - 1] into [K, R], flattened
+        self.slots = torch.tensor(slots, device=device)  # [U - 1] into [K, R], flattened
         self._visible = self._visibility()
+        self._everything = Choice.of(
+            torch.arange(tree.tree_size, device=device)[None], tree.tree_size
+        )
 
     def decode(
         self, prompt: Sequence[int], max_new_tokens: int, log: StepLog | None = None
@@ -185,7 +203,7 @@ class TreeDecoder:
     def new_batch(self, num_tokens: int, num_rows: int) -> Batch:
         """Return empty rows for ``num_tokens`` of text each, and scratch room for a verify call."""
         backbone = self.backbone
-        capacity = min(num_tokens, attention_limit(backbone.model.config)) + self.tree.tree_size
+        capacity = min(num_tokens, attention_limit(backbone.model.config)) + self.tree_size
         return Batch(
             backbone.new_ragged_cache(capacity, num_rows),
             torch.zeros(
@@ -223,18 +241,21 @@ class TreeDecoder:
     ) -> list[Step]:
         """Do one step in every row; return what each accepted. ``batch`` becomes the next one's."""
         lap = clock.lap if clock else lambda phase: None
-        tokens, draft_probs = self.draft(batch, generators)
+        tokens, draft_probs, choice = self.draft(batch, generators)
         lap("draft")
-        states, logits = self.verify(batch.cache, tokens)
+        states, logits = self.verify(batch.cache, tokens, choice)
         lap("verify")
-        accepted = self.accept(tokens, logits, draft_probs, generators)
-        paths = self.shape.paths[accepted.node]
+        accepted = self.accept(tokens, logits, draft_probs, generators, choice)
+        paths = self.shape.paths[accepted.node][:, : self.tree_size]  # no path is longer
         counts = self.shape.depths[accepted.node] + 1
-        everything = self._to_host(tokens, logits, accepted, paths)  # the step's only copy to host
-        lap("accept")
-        batch.cache.keep(paths, counts)
+        places = choice.place_of(paths)
         index = torch.arange(len(counts), device=counts.device)
-        batch.states, batch.roots = states[index, accepted.node], accepted.next_token
+        last = index, choice.place_of(accepted.node[:, None])[:, 0]
+        invalid = logits[last].isnan().any(-1)
+        everything = _to_host(tokens, accepted, paths, invalid)  # the step's only copy to host
+        lap("accept")
+        batch.cache.keep(places, counts)
+        batch.states, batch.roots = states[last], accepted.next_token
         lap("gather")
         depths = self.tree.depths
         return [
@@ -244,14 +265,14 @@ class TreeDecoder:
 
     def draft(
         self, batch: Batch, generators: Sequence[torch.Generator | None] = (None,)
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the token of every node, int64 [B, N], and what sampled ones were drawn from.
+    ) -> tuple[Tensor, Tensor | None, Choice]:
+        """Return the token of every node, int64 [B, U], and which nodes to verify.
 
-        The second value is float32 [B, K, V] where candidates are sampled, else None.
+        The second value is what sampled candidates were drawn from, float32 [B, K, V], else None.
         """
-        roots = batch.roots[:, None]
+        roots, choice = batch.roots[:, None], self._everything
         if self.tree.depth == 0:
-            return roots, None
+            return roots, None, choice
         logits = self.heads.logits(batch.states, self.tree.depth).transpose(0, 1)  # [B, K, V]
         if self._samples_candidates:
             probs = self._target_probs(logits)
@@ -264,16 +285,27 @@ class TreeDecoder:
         else:
             probs = None
             flat = logits.flatten(0, 1)
-            _, candidates = top_candidates(flat, self.num_candidates)
+            best, candidates = top_candidates(flat, self.num_candidates)
+            if self._chooser:
+                choice = self._chooser.choose(flat, best)
         drafts = candidates.reshape(len(roots), -1)[:, self.slots]
-        return torch.cat([roots, drafts], dim=1), probs
+        tokens = torch.cat([roots, drafts], dim=1)
+        return choice.without_others(tokens) if self._chooser else tokens, probs, choice
 
-    def verify(self, cache: RaggedCache, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Run ``tokens`` [B, N] under the tree mask; return states [B, N, d], logits [B, N, V]."""
+    def verify(
+        self, cache: RaggedCache, tokens: Tensor, choice: Choice | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the chosen of ``tokens`` [B, U] under the tree mask; by default all of them.
+
+        Returns:
+            states [B, N, d] and logits [B, N, V].
+        """
+        choice = choice or self._everything
         # Beyond the context nothing is emitted; the clamp keeps such nodes' places in range.
         last = attention_limit(self.backbone.model.config) - 1
-        positions = (cache.lengths[:, None] + self.shape.depths).clamp(max=last)
-        states = self.backbone.forward(tokens, cache, positions, self.mask(cache))
+        positions = (cache.lengths[:, None] + self.shape.depths[choice.nodes]).clamp(max=last)
+        chosen = tokens.gather(1, choice.nodes.expand(len(tokens), -1))
+        states = self.backbone.forward(chosen, cache, positions, self.mask(cache, choice))
         return states, self.backbone.logits(states)
 
     def accept(
@@ -282,18 +314,20 @@ class TreeDecoder:
         logits: Tensor,
         draft_probs: Tensor | None = None,
         generators: Sequence[torch.Generator | None] = (None,),
+        choice: Choice | None = None,
     ) -> Accepted:
         """Return the deepest accepted node of each row and the token that follows it."""
-        rule, shape = self.rule, self.shape
+        rule, shape, choice = self.rule, self.shape, choice or self._everything
         if isinstance(rule, Greedy):
-            return rules.accept_matching(shape, tokens, greedy(logits))
+            predicted = choice.spread(greedy(logits))
+            return rules.accept_matching(shape, tokens, predicted)
         if isinstance(rule, Typical):
             probs = rules.target_probs(logits, rule.temperature, 1.0, 0)
             return rules.accept_typical(shape, tokens, probs, rule)
         rows = torch.arange(len(tokens), device=tokens.device)
 
         def probs_at(nodes: Tensor) -> Tensor:
-            return self._target_probs(logits[rows, nodes])
+            return self._target_probs(logits[rows, choice.place_of(nodes[:, None])[:, 0]])
 
         if draft_probs is None:
             uniforms = _uniforms(generators, self.tree.depth + 1, tokens.device)
@@ -301,15 +335,18 @@ class TreeDecoder:
         uniforms = _uniforms(generators, self.tree.tree_size + 1, tokens.device)
         return rules.accept_sampled(shape, tokens, probs_at, draft_probs, uniforms)
 
-    def mask(self, cache: RaggedCache) -> Tensor:
+    def mask(self, cache: RaggedCache, choice: Choice | None = None) -> Tensor:
         """Return the additive mask [B, 1, N, cache.length + N].
 
         A node sees its row's text and, of the columns behind it, its ancestors'.
         """
-        size = self.tree.tree_size
+        nodes, size = (choice or self._everything).nodes, self.tree_size
         columns = torch.arange(cache.length + size, device=cache.lengths.device)
-        behind = (columns - cache.lengths[:, None]).clamp(min=-1, max=size)
-        return self._visible[:, behind + 1].transpose(0, 1)[:, None]
+        behind = (columns - cache.lengths[:, None]).clamp(min=-1, max=size) + 1  # [B, columns]
+        seen = functional.pad(nodes + 1, (1, 0))  # the text, the chosen nodes, and the rest
+        seen = functional.pad(seen, (0, 1), value=self.tree.tree_size + 1)
+        seen = seen.expand(len(behind), -1).gather(1, behind)
+        return self._visible[nodes[:, :, None], seen[:, None]][:, None]
 
     @property
     def _samples_candidates(self) -> bool:
@@ -321,22 +358,12 @@ class TreeDecoder:
         return rules.target_probs(logits, rule.temperature, rule.top_p, rule.top_k)
 
     def _visibility(self) -> Tensor:
-        """Return what each node sees: additive [N, N + 2], for the text, N nodes, and the rest."""
+        """Return what each node sees: additive [U, U + 2], for the text, U nodes, and the rest."""
         backbone, size = self.backbone, self.tree.tree_size
         table = torch.zeros((size, size + 2), dtype=backbone.dtype, device=backbone.device)
         table[:, 1:-1][~self.shape.ancestors] = backbone.masked
         table[:, -1] = backbone.masked
         return table
-
-    def _to_host(
-        self, tokens: Tensor, logits: Tensor, accepted: Accepted, paths: Tensor
-    ) -> list[list[int]]:
-        """Return per row: tokens on the accepted path, the next token, the node, "not a number"."""
-        rows = torch.arange(len(tokens), device=tokens.device)
-        invalid = logits[rows, accepted.node].isnan().any(-1)
-        columns = [accepted.next_token, accepted.node, invalid.long()]
-        on_path = tokens.gather(1, paths)[:, 1:]
-        return torch.cat([on_path, torch.stack(columns, dim=1)], dim=1).tolist()
 
     def _admit(
         self,
@@ -396,6 +423,22 @@ class TreeDecoder:
         if clock:
             clock.book(log)
         return Emitted(sequence.prompt, tokens, ended)
+
+
+def chooses_trees(rule: Rule) -> bool:
+    """Return whether ``rule`` goes with a dynamic tree.
+
+    Rejection of sampled candidates is lossless only where the tree does not depend on the draws,
+    and typical acceptance is not what its maps are calibrated for.
+    """
+    return isinstance(rule, Greedy) or (isinstance(rule, Sampling) and rule.candidates == "top")
+
+
+def _to_host(tokens: Tensor, accepted: Accepted, paths: Tensor, invalid: Tensor) -> list[list[int]]:
+    """Return per row: tokens on the accepted path, the next token, the node, "not a number"."""
+    columns = [accepted.next_token, accepted.node, invalid.long()]
+    on_path = tokens.gather(1, paths)[:, 1:]
+    return torch.cat([on_path, torch.stack(columns, dim=1)], dim=1).tolist()
 
 
 def _uniforms(

@@ -48,9 +48,7 @@ def validate(
         on_prompt()
     if not decoded:
         raise DataError("every answer ended with its first token; there is no step to time")
-    return DecodeReport(
-        decoder.tree.tree_size, tuple(decoded), tuple(mismatches), backbone.machine()
-    )
+    return DecodeReport(decoder.tree_size, tuple(decoded), tuple(mismatches), backbone.machine())
 
 
 def _one_prompt(
