@@ -551,40 +551,72 @@ def distill(
 @click.option("--out", type=click.Path(path_type=Path), default="heads.safetensors")
 @model_options
 @click.option("--num-heads", type=click.IntRange(min=1), help="Of new heads.  [default: 4]")
-@click.option("--num-blocks", type=click.IntRange(min=1), help="Of new heads.  [default: 2]")
+@click.option("--num-blocks", type=click.IntRange(min=1), help="[default: 2, or those of --heads]")
+@click.option("--layout", help="Of new heads: shared_lm_head or own_lm_head.  [default: shared]")
+@click.option("--tune-backbone", type=click.Path(path_type=Path), help="Train it too, into this.")
 @click.option("--epochs", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--learning-rate", type=float, default=3e-3, show_default=True)
-@click.option("--batch-size", type=click.IntRange(min=1), default=1024, show_default=True)
+@click.option("--backbone-rate", type=float, help="[default: a quarter of --learning-rate]")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    help="Answer tokens per step.  [default: 1024; with --tune-backbone 8 whole answers]",
+)
 @click.option("--held-out", type=click.FloatRange(0, 0.5, min_open=True), default=0.03)
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Answer tokens kept in memory.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Answer tokens kept on disk.")
+@click.option("--forward-tokens", type=click.IntRange(min=1), default=1024, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 def train(
     files: tuple[Path, ...],
     out: Path,
-    backbone: str | None,
-    heads: str | None,
     num_heads: int | None,
     num_blocks: int | None,
+    layout: str | None,
+    tune_backbone: Path | None,
+    epochs: int,
+    learning_rate: float,
+    backbone_rate: float | None,
+    batch_size: int | None,
+    seed: int,
+    backbone: str | None,
+    heads: str | None,
     device: str | None,
     dtype: str | None,
     **options: Any,
 ) -> None:
-    """Train heads on a frozen backbone's answers (files of `treeopt distill`).
+    """Train heads on a backbone's answers (files of `treeopt distill`).
 
-    New heads, or with --heads trained ones to go on from. Stopped, the same command goes on.
+    New heads, or with --heads trained ones to go on from. The backbone stays as it is (Medusa-1);
+    with --tune-backbone an adapter of it learns too and is merged into a new one (Medusa-2).
+    Stopped, the same command goes on. `accelerate launch` starts it in several processes.
     """
-    from treeopt.formats.heads import SHARED
     from treeopt.models.backbone import load_backbone
-    from treeopt.models.heads import MedusaHeads, load_heads
-    from treeopt.training.run import train_heads
+    from treeopt.training.loop import Plan
+    from treeopt.training.processes import Processes
+    from treeopt.training.run import Tuning, train_heads
 
-    if heads and (num_heads or num_blocks):
-        raise click.UsageError("--num-heads and --num-blocks are of new heads; leave out --heads")
-    loaded = load_backbone(backbone or DEFAULT_BACKBONE, device, dtype)
-    new = MedusaHeads(num_heads or 4, num_blocks or 2, loaded, SHARED)
-    start = load_heads(heads, loaded) if heads else new
-    train_heads(loaded, files, out, heads=start, **options, on_message=console.stderr.print)
-    click.echo(f"wrote {out}")
+    if heads and (num_heads or layout):
+        raise click.UsageError("--num-heads and --layout are of new heads; leave out --heads")
+    if backbone_rate and not tune_backbone:
+        raise click.UsageError("--backbone-rate needs --tune-backbone")
+    processes = Processes.launched()
+    loaded = load_backbone(backbone or DEFAULT_BACKBONE, device or processes.device, dtype)
+    tuning = None
+    if tune_backbone:
+        tuning = Tuning(tune_backbone, backbone_rate or learning_rate / 4)
+    train_heads(
+        loaded,
+        files,
+        out,
+        heads=heads_to_train(loaded, heads, num_heads, num_blocks, layout),
+        plan=Plan(epochs, batch_size or (8 if tuning else 1024), seed, processes=processes),
+        learning_rate=learning_rate,
+        tuning=tuning,
+        on_message=console.stderr.print if processes.is_main else lambda message: None,
+        **options,
+    )
+    if processes.is_main:
+        click.echo(f"wrote {out}" + (f" and {tune_backbone}" if tune_backbone else ""))
 
 
 @main.command()
@@ -631,6 +663,25 @@ def load_models_of(preset: Preset, models: dict[str, str | None]) -> tuple[Backb
         if section and section["sha256"] != loaded.sha256:
             warn(f"{preset.name} was built for other weights than {loaded.id} holds; rebuild it")
     return backbone, heads
+
+
+def heads_to_train(
+    backbone: Backbone,
+    heads: str | None,
+    num_heads: int | None,
+    num_blocks: int | None,
+    layout: str | None,
+) -> MedusaHeads:
+    """Return new heads as the options ask for, or trained ones, with new blocks behind if asked."""
+    from treeopt.formats.heads import OWN, SHARED
+    from treeopt.models.heads import MedusaHeads, load_heads
+
+    if layout not in (None, OWN, SHARED):
+        raise click.BadParameter(f"{layout!r} is neither {SHARED} nor {OWN}")
+    if not heads:
+        return MedusaHeads(num_heads or 4, num_blocks or 2, backbone, layout or SHARED)
+    loaded = load_heads(heads, backbone)
+    return loaded.with_blocks(num_blocks) if num_blocks else loaded
 
 
 def load_trace(path: Path | None) -> tuple[Path, RankTrace]:

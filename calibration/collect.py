@@ -70,6 +70,7 @@ def collect(
         {
             "backbone": backbone.id,
             "backbone_sha256": backbone.sha256,
+            **({"backbone_tuned_from": backbone.tuned_from} if backbone.tuned_from else {}),
             "heads": heads.id,
             "heads_sha256": heads.sha256,
             "heads_layout": heads.layout,

@@ -170,6 +170,33 @@ def test_distill_then_train_gives_heads_that_load(
     assert RankTrace.load("calibration.safetensors").num_documents == 6
 
 
+def test_train_goes_on_with_more_blocks_and_with_own_projections(
+    here: Path, models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treeopt.models import backbone
+    from treeopt.models.heads import load_heads
+
+    monkeypatch.setattr(backbone, "load_backbone", lambda *names, **more: tiny.shared_backbone())
+    done("distill", "--data", prompts(here), "--max-new-tokens", "16")
+    options = ["train", "--data", "answers.jsonl", "--epochs", "1", "--held-out", "0.3"]
+    done(*options, "--layout", "own_lm_head", "--num-heads", "2", "--out", "own.safetensors")
+    assert load_heads("own.safetensors", tiny.shared_backbone()).layout == "own_lm_head"
+    done(*options, "--heads", "own.safetensors", "--num-blocks", "3", "--out", "deep.safetensors")
+    deeper = load_heads("deep.safetensors", tiny.shared_backbone())
+    assert (deeper.num_heads, deeper.num_blocks, deeper.layout) == (2, 3, "own_lm_head")
+    assert "the heads have 3 blocks, more than 1" in refused(
+        *options, "--heads", "deep.safetensors", "--num-blocks", "1"
+    )
+    for wrong, message in (
+        (["--layout", "tied"], "'tied' is neither shared_lm_head nor own_lm_head"),
+        (["--heads", "own.safetensors", "--layout", "own_lm_head"], "leave out --heads"),
+        (["--backbone-rate", "0.001"], "--backbone-rate needs --tune-backbone"),
+    ):
+        result = run(*options, *wrong)
+        assert result.exit_code == 2
+        assert message in result.output
+
+
 def test_distill_answers_prompts_of_the_models_own_and_samples(
     here: Path, models: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

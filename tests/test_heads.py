@@ -29,7 +29,9 @@ from treeopt.models.heads import (
     offset_warning,
     resolve_heads,
 )
-from treeopt.training.train import States, train
+from treeopt.training.loop import Plan, fit
+from treeopt.training.medusa1 import HeadsTask
+from treeopt.training.states import States
 
 # The field's names, written out: 2 heads of 2 blocks.
 BLOCK_KEYS = [
@@ -302,7 +304,7 @@ def test_heads_of_another_convention_look_shifted():
     shifted = torch.cat([tokens[2:], torch.tensor([-1, -1])])[:, None]
     heads = MedusaHeads(1, 2, shared_backbone(), SHARED)
     data = States(hidden, shifted)
-    for _ in train(heads, data, data, epochs=150, learning_rate=0.02, batch_size=64, seed=0):
+    for _ in fit(HeadsTask(heads, data, data, 0.02), Plan(epochs=150, batch_size=64)):
         pass
     warning = offset_warning(offset_scores(heads.requires_grad_(False), hidden, tokens))
     assert warning is not None

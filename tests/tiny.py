@@ -24,7 +24,9 @@ from treeopt.formats.heads import SHARED
 from treeopt.models.backbone import Backbone
 from treeopt.models.heads import MedusaHeads
 from treeopt.training.distill import Distilled
-from treeopt.training.train import compute_states, concatenate, train
+from treeopt.training.loop import Plan, fit
+from treeopt.training.medusa1 import HeadsTask
+from treeopt.training.states import compute_states
 from treeopt.tree import Tree
 
 VOCAB, CONTEXT = 61, 192
@@ -34,6 +36,7 @@ TEMPLATE = (
 )
 
 PROMPT_END = [1, 2]
+ENDING = (3, 28)  # end tokens with which some answers end soon, and some do not
 
 # The shapes that a decoder must get right, by name.
 TREES = {
@@ -169,11 +172,9 @@ def train_briefly(
 ) -> MedusaHeads:
     """Return heads trained on the backbone's answers to ``prompts``."""
     rows = own_answers(backbone, prompts, max_new_tokens)
-    states = concatenate(list(compute_states(backbone, rows, num_heads)))
+    states = compute_states(backbone, rows, num_heads)
     heads = random_heads(backbone, num_heads, layout, num_blocks=num_blocks)
-    for _ in train(
-        heads, states, states, epochs=epochs, learning_rate=0.02, batch_size=128, seed=0
-    ):
+    for _ in fit(HeadsTask(heads, states, states, 0.02), Plan(epochs, 128)):
         pass
     return heads.eval().requires_grad_(False)
 

@@ -124,7 +124,7 @@ def preset_from_trace(
         path_probs=_rounded(ladder.probs),
         tree_size=tree_size,
         decoding=source["decoding"],
-        backbone={"id": source["backbone"], "sha256": source["backbone_sha256"]},
+        backbone=_backbone_of(source),
         heads={
             "id": source["heads"],
             "sha256": source["heads_sha256"],
@@ -231,6 +231,12 @@ def _provenance_of(trace: RankTrace) -> Section:
     if missing:
         raise TraceError(f"the trace does not say its {', '.join(missing)}; calibrate again")
     return trace.provenance
+
+
+def _backbone_of(source: Section) -> Section:
+    backbone = {"id": source["backbone"], "sha256": source["backbone_sha256"]}
+    origin = source.get("backbone_tuned_from")
+    return {**backbone, "tuned_from": origin} if origin else backbone
 
 
 def _prediction(interval: Interval) -> Section:

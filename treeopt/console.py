@@ -148,6 +148,7 @@ def show_report(preset: Preset, report: DecodeReport, as_json: bool) -> None:
     emit(False, {}, speeds, title)
     predicted = preset.predicted or {}
     for name, text in (
+        ("backbone", preset.describe_backbone() or report.machine["backbone"]),
         ("tree size", f"{report.tree_size} rows, {preset.tree.depth} deep"),
         ("replayed acceptance length", _predicted(predicted)),
         ("measured acceptance length", _interval(report.acceptance_length)),
@@ -190,6 +191,8 @@ def describe(preset: Preset) -> str:
         f"{preset.name}: {preset.tree_size} rows, {preset.tree.depth} deep",
         f"decoding: {preset.describe_rule()}",
     ]
+    if preset.backbone:
+        lines.insert(1, f"backbone: {preset.describe_backbone()}")
     if preset.imported:
         lines.append(f"imported from {preset.imported['source']}")
     if preset.predicted:

@@ -127,7 +127,7 @@ def _table(rows: Iterable[Row], header: Sequence[str] = ()) -> str:
 def _summary(preset: Preset) -> list[Row]:
     heads, calibration = preset.heads or {}, preset.calibration or {}
     known = {
-        "backbone": (preset.backbone or {}).get("id"),
+        "backbone": preset.describe_backbone(),
         "heads": heads and f"{heads['id']} ({heads['num_heads']} heads, {heads['layout']})",
         "tree_size": f"{preset.tree_size} nodes, root included",
         "depth": str(preset.tree.depth),

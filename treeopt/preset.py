@@ -34,7 +34,7 @@ _ANY: Check = lambda value: True  # noqa: E731
 
 # Key -> what its value must be. A key that ends in "?" may be absent.
 _SECTIONS: dict[str, dict[str, Check]] = {
-    "backbone": {"id": _TEXT, "sha256": _TEXT},
+    "backbone": {"id": _TEXT, "sha256": _TEXT, "tuned_from?": _TEXT},
     "heads": {"id": _TEXT, "sha256": _TEXT, "num_heads": _COUNT, "layout": _TEXT},
     "decoding": {
         "rule": _TEXT,
@@ -161,6 +161,14 @@ class Preset:
             return None
         prob_of = dict(zip(self.ladder, self.path_probs, strict=True))
         return [prob_of.get(path, 1.0) for path in self.tree.paths]
+
+    def describe_backbone(self) -> str | None:
+        """Return what the backbone is, where known, and whether it is lossy."""
+        if not self.backbone:
+            return None
+        name = self.backbone["id"]
+        origin = self.backbone.get("tuned_from")
+        return f"{name} (tuned, lossy with respect to {origin})" if origin else name
 
     def describe_rule(self) -> str:
         """Return the acceptance rule with its options, and whether it is lossy."""

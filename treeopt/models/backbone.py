@@ -82,6 +82,11 @@ class Backbone:
         """The vocabulary projection."""
         return self.model.get_output_embeddings()
 
+    @property
+    def tuned_from(self) -> str | None:
+        """What this backbone was before `treeopt train --tune-backbone`, if it was."""
+        return getattr(self.model.config, "treeopt", {}).get("tuned_from")
+
     def machine(self) -> dict[str, Any]:
         """Return what a measured time depends on, beside the work: for cost files and reports."""
         return {
@@ -140,7 +145,7 @@ class Backbone:
         sizes = sorted({1, *tree_sizes})
         projected = sorted({*sizes, num_heads} - {0})
         forwards = compile_forwards(
-            _without_lm_head(self.model),
+            without_lm_head(self.model),
             self.lm_head,
             f"{self.sha256} {type(self.model).__name__} {self.model.config.to_dict()}",
             probe.buffer,
@@ -166,7 +171,7 @@ class Backbone:
         if self.compiled and self.compiled.serves(input_ids, cache):
             return self.compiled.run(input_ids, cache, position_ids, mask)
         return cache.run(
-            _without_lm_head(self.runner), input_ids, position_ids=position_ids, attention_mask=mask
+            without_lm_head(self.runner), input_ids, position_ids=position_ids, attention_mask=mask
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -254,7 +259,7 @@ def check_verifiable(config: Any) -> None:
 def check_rows(backbone: Backbone) -> None:
     """Raise ModelError unless the model lets treeopt place and cache rows and read its states."""
     config = backbone.model.config
-    parameters = inspect.signature(type(_without_lm_head(backbone.model)).forward).parameters
+    parameters = inspect.signature(type(without_lm_head(backbone.model)).forward).parameters
     if "position_ids" not in parameters or getattr(config, "alibi", False):
         raise ModelError(
             f"{config.model_type} takes no position ids; the siblings of a tree share a position"
@@ -269,7 +274,7 @@ def check_rows(backbone: Backbone) -> None:
         raise ModelError(f"{config.model_type} does more to its logits than its LM head")
 
 
-def _without_lm_head(model: Any) -> Any:
+def without_lm_head(model: Any) -> Any:
     """Return the part of ``model`` that ends with hidden states."""
     base = model.base_model
     # Gemma 3's text model names a part that it lacks before transformers 5.

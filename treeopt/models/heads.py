@@ -68,6 +68,11 @@ class MedusaHeads(nn.Module):
         return len(self.blocks)
 
     @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    @property
     def backbone_sha256(self) -> str:
         """Digest of the backbone that these heads guess for."""
         return self._backbone[0].sha256
@@ -82,8 +87,8 @@ class MedusaHeads(nn.Module):
             return self.projections[head - 1](head_hidden)
         return self._backbone[0].logits(head_hidden)
 
-    def frozen_projection(self, head: int) -> Tensor:
-        """Return the projection's weight [V, d], for training that leaves it as it is."""
+    def projection_weight(self, head: int) -> Tensor:
+        """Return the weight [V, d] that 1-based ``head`` projects with; a shared one is frozen."""
         if self.layout == OWN:
             return self.projections[head - 1].get_parameter("weight")
         return self._backbone[0].lm_head.weight
@@ -94,6 +99,18 @@ class MedusaHeads(nn.Module):
         if self.layout == OWN:
             return torch.stack([self.project(k, s) for k, s in enumerate(states, 1)])
         return self._backbone[0].logits(torch.stack(states))  # one read of the LM head for all
+
+    def with_blocks(self, num_blocks: int) -> MedusaHeads:
+        """Return the same heads with new blocks behind theirs, which change no guess yet.
+
+        Raises:
+            HeadsError: they have more blocks already.
+        """
+        if num_blocks < self.num_blocks:
+            raise HeadsError(f"the heads have {self.num_blocks} blocks, more than {num_blocks}")
+        deeper = MedusaHeads(self.num_heads, num_blocks, self._backbone[0], self.layout)
+        deeper.load_state_dict(self.state_dict(), strict=False)
+        return deeper
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights under the field's key names."""
@@ -197,7 +214,7 @@ def _copy(weights: HeadWeights, heads: MedusaHeads, path: Path) -> None:
             raise HeadsError(f"{path}: {name} holds values that are not finite")
         target.data.copy_(source)
     if weights.lm_head is not None:
-        ours = heads.frozen_projection(1)
+        ours = heads.projection_weight(1)
         theirs = weights.lm_head.to(ours)
         if theirs.shape != ours.shape or not torch.equal(theirs, ours):
             raise HeadsError(f"{path} brings an LM head that is not the backbone's")
