@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,52 @@ def test_heads_among_a_whole_models_weights(tmp_path):
     base = {"model.norm.weight": torch.ones(32), "lm_head.weight": LM_HEAD}
     save_file({**written(tmp_path / "out", "medusa-model"), **base}, file)
     assert_same(read_heads(tmp_path), heads)
+
+
+def sharded(folder: Path, heads: HeadWeights) -> Path:
+    """Write a whole model with ``heads`` in three files and an index."""
+    folder.mkdir()
+    names = {f"medusa_head.{name}": tensor for name, tensor in heads.tensors.items()}
+    shards = [{"model.norm.weight": torch.ones(3)}, {}, {"lm_head.weight": LM_HEAD}]
+    for place, (name, tensor) in enumerate(names.items()):
+        shards[1 + place % 2][name] = tensor
+    weight_map = {}
+    for number, shard in enumerate(shards):
+        save_file(shard, folder / f"model-{number}.safetensors")
+        weight_map |= dict.fromkeys(shard, f"model-{number}.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return index
+
+
+@pytest.mark.parametrize("layout", [OWN, SHARED])
+def test_heads_among_the_shards_of_a_whole_model(tmp_path, layout):
+    heads = heads_of(layout)
+    index = sharded(tmp_path / "model", heads)
+    (tmp_path / "model" / "model-0.safetensors").unlink()  # holds no heads, so nobody reads it
+    for path in (index, index.parent):
+        assert_same(read_heads(path), heads)
+    first = load_heads(index.parent, shared_backbone()).sha256
+    other = tmp_path / "other"
+    sharded(other, replace(heads, tensors={n: t + 1 for n, t in heads.tensors.items()}))
+    assert load_heads(other, shared_backbone()).sha256 != first
+    (index.parent / "model-1.safetensors").unlink()
+    with pytest.raises(HeadsError, match="model-1"):
+        read_heads(index)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "has no weight_map"),
+        ('{"weight_map": {"medusa_head.0.0.linear.weight": "../x"}}', "names '../x', which is no"),
+        ('{"weight_map": {"model.norm.weight": "a"}}', "holds no Medusa heads"),
+    ],
+)
+def test_an_index_that_cannot_be_used(tmp_path, text, message):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(HeadsError, match=message):
+        read_heads(tmp_path)
 
 
 def test_heads_without_biases(tmp_path):

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,14 @@ def sha256_of_file(path: str | Path) -> str:
         for block in iter(lambda: file.read(1 << 20), b""):
             digest.update(block)
     return digest.hexdigest()
+
+
+def sha256_of_files(paths: Sequence[str | Path]) -> str:
+    """Return the digest of one file, or of the digests of several."""
+    digests = [sha256_of_file(path) for path in paths]
+    return (
+        digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    )
 
 
 def sort_safetensors_header(path: str | Path) -> None:

@@ -23,11 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from treeopt.errors import HeadsError
-from treeopt.files import replacing, sort_safetensors_header, write_text
+from treeopt.files import read_json, replacing, sort_safetensors_header, write_text
 
 OWN, SHARED = "own_lm_head", "shared_lm_head"
 CHECKPOINT = "medusa_lm_head.safetensors"  # the file's name in a checkpoint directory
 _LM_HEAD = "lm_head.weight"
+_INDEX = "model.safetensors.index.json"  # of a whole model in several files
 _PICKLES = (".pt", ".bin", ".pth")
 
 
@@ -152,7 +153,7 @@ def read_heads(path: str | Path) -> HeadWeights:
         raise HeadsError(
             f"no heads at {path}: give a checkpoint file, or a directory with {CHECKPOINT}"
         )
-    tensors, metadata = _read_pickle(file) if file.suffix in _PICKLES else _read_safetensors(file)
+    tensors, metadata = _read(file)
     for format_ in FORMATS.values():
         pattern = _pattern(format_.block)
         found = [match for name in tensors if (match := pattern.fullmatch(name))]
@@ -297,15 +298,48 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 def find_checkpoint(path: Path) -> Path | None:
     """Return the checkpoint file at ``path``: itself, or the one that a directory holds."""
-    names = [CHECKPOINT, *dict.fromkeys(format_.file for format_ in FORMATS.values())]
+    names = [CHECKPOINT, *dict.fromkeys(format_.file for format_ in FORMATS.values()), _INDEX]
     candidates = [path, *(path / name for name in names)]
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def checkpoint_files(file: Path) -> list[Path]:
+    """Return the files that the heads at ``file`` lie in: itself, or the shards that it lists."""
+    if file.name != _INDEX:
+        return [file]
+    return sorted({file.parent / shard for shard in _shards(file).values()})
+
+
+def _shards(index: Path) -> dict[str, str]:
+    """Return which file holds each of the heads' tensors."""
+    value = read_json(index, HeadsError)
+    shards = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(shards, dict):
+        raise HeadsError(f"{index} has no weight_map")
+    found = {name: shard for name, shard in shards.items() if name.startswith("medusa_head")}
+    for shard in found.values():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise HeadsError(f"{index} names {shard!r}, which is no file beside it")
+    return found
+
+
+def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return a checkpoint's tensors and its metadata."""
+    if file.suffix in _PICKLES:
+        return _read_pickle(file)
+    if file.name != _INDEX:
+        return _read_safetensors(file)
+    tensors: dict[str, Tensor] = {}
+    for shard in checkpoint_files(file):
+        tensors |= _read_safetensors(shard, "medusa_head")[0]
+    return tensors, {}
+
+
+def _read_safetensors(path: Path, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in names}
             return tensors, dict(sorted((file.metadata() or {}).items()))
     except (SafetensorError, OSError) as error:
         raise HeadsError(f"{path} is not a safetensors file: {error}") from error

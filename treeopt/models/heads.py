@@ -22,8 +22,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from treeopt.errors import HeadsError
-from treeopt.files import replacing, sha256_of_file, sort_safetensors_header
-from treeopt.formats.heads import CHECKPOINT, OWN, HeadWeights, find_checkpoint, read_heads
+from treeopt.files import replacing, sha256_of_files, sort_safetensors_header
+from treeopt.formats.heads import (
+    CHECKPOINT,
+    OWN,
+    HeadWeights,
+    checkpoint_files,
+    find_checkpoint,
+    read_heads,
+)
 from treeopt.models.backbone import Backbone
 
 
@@ -143,7 +150,7 @@ def load_heads(spec: str | Path, backbone: Backbone) -> MedusaHeads:
     weights = read_heads(path)
     heads = MedusaHeads(weights.num_heads, weights.num_blocks, backbone, weights.layout)
     _copy(weights, heads, path)
-    heads.id, heads.sha256 = str(spec), sha256_of_file(path)
+    heads.id, heads.sha256 = str(spec), sha256_of_files(checkpoint_files(path))
     return heads.to(backbone.device, backbone.dtype).eval().requires_grad_(False)
 
 
