@@ -138,7 +138,7 @@ def calibrate(
 @model_options
 @click.option("--batch", default="1", show_default=True, help="Batch sizes.")
 @click.option("--context", default="256,1024", show_default=True, help="Prefix lengths.")
-@click.option("--sizes", help="Tree sizes, rising.  [default: 1 to 64]")
+@click.option("--sizes", help="Only these tree sizes.  [default: where step times change, to 64]")
 @click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True)
 @compile_option
 @click.option("--device-spec", help="Model another device instead: its name, or a YAML file.")
@@ -159,6 +159,9 @@ def profile(
 ) -> None:
     """Measure what a verify step costs on this machine, by tree size and context.
 
+    Sizes are found by bisection: both sides of every edge in the step times. With --compile, where
+    every size has to be compiled first, a few fixed ones are measured.
+
     With --device-spec and a transformers config.json nothing runs: times are modelled from the
     device's peak figures, and marked so.
     """
@@ -166,12 +169,14 @@ def profile(
     from treeopt.roofline import find_device, model_cost, read_shape
 
     batches, contexts = numbers("--batch", batch), numbers("--context", context)
-    tree_sizes = numbers("--sizes", sizes) if sizes else list(SIZES)
+    tree_sizes = numbers("--sizes", sizes) if sizes else None
+    if tree_sizes is None and (compiles or device_spec):
+        tree_sizes = list(SIZES)
     if (device_spec is None) != (model_config is None):
         raise click.UsageError("--device-spec and --model-config need each other")
     if device_spec and (compiles or any(models.values())):
         raise click.UsageError("--device-spec runs no model, so it takes none and compiles none")
-    if device_spec and model_config:
+    if device_spec and model_config and tree_sizes:
         cost = model_cost(
             find_device(device_spec),
             read_shape(model_config),
@@ -188,23 +193,22 @@ def profile(
 def measure_cost(
     models: dict[str, str | None],
     compiles: bool,
-    tree_sizes: list[int],
+    tree_sizes: list[int] | None,
     contexts: list[int],
     batches: list[int],
     rounds: int,
 ) -> StepCost:
     """Return step times measured here with the real decoder."""
-    from calibration.profile import num_steps
     from calibration.profile import profile as measure
     from treeopt.models.heads import compile_models
 
     backbone, heads = load_models(**models)
-    if compiles:
+    if compiles and tree_sizes:
         num_tokens = max(contexts) + max(tree_sizes)
         backbone, heads = compile_models(
             backbone, heads, tree_sizes, heads.num_heads, num_tokens, console.say_compiling
         )
-    with progress("profiling", num_steps(tree_sizes, contexts, batches, rounds)) as advance:
+    with progress("profiling", None) as advance:  # how many sizes it takes is not known before
         return measure(
             backbone,
             heads,
@@ -213,6 +217,7 @@ def measure_cost(
             batches=batches,
             rounds=rounds,
             on_step=lambda: advance(1, 0),
+            on_warning=warn,
         )
 
 
@@ -327,7 +332,7 @@ def simulate(
 
     preset, (_, trace) = load_preset(preset_name), load_trace(calibration)
     cost = StepCost.load(cost_file)
-    cost.check_matches({"backbone_sha256": trace.provenance.get("backbone_sha256")})
+    cost.check_matches(trace.provenance)
     context = context or min(context for _, context in cost.situations())
     max_batch = max_batch or max(batch for batch, _ in cost.situations())
     workload = Workload.poisson(trace, rate, requests, seed)
@@ -402,6 +407,7 @@ def show(preset_name: str, out: Path | None) -> None:
     if out is None:
         click.echo(console.describe(preset))
         click.echo(as_text(preset.tree, preset.node_probs, width=console.stdout.width))
+        console.show_curve(preset)
     elif out.suffix == ".html":
         write_html(preset, out)
         click.echo(f"wrote {out}")
@@ -628,7 +634,7 @@ def demo(out: Path, as_json: bool, **models: str | None) -> None:
     from calibration.demo import run_demo
 
     result = run_demo(*load_models(**models), out, progress, warn)
-    write_html(result.preset, out / "report.html", [point.as_dict() for point in result.curve])
+    write_html(result.preset, out / "report.html")
     console.show_report(result.preset, result.report, as_json)
     click.echo(f"preset, picture and report are in {out}/", err=True)
 
@@ -732,10 +738,15 @@ def make_preset(
             )
         return builder.preset_from_rates(rates, request, name=name, command=command)
     path, trace = load_trace(calibration)
-    preset = builder.preset_from_trace(trace, path, request, name=name, command=command)
-    if cost:
-        return builder.with_best_sizes(preset, trace, StepCost.load(cost), request)
-    return preset
+    return builder.preset_from_trace(
+        trace,
+        path,
+        request,
+        name=name,
+        command=command,
+        cost=StepCost.load(cost) if cost else None,
+        on_warning=warn,
+    )
 
 
 def parse_budget(budget: str) -> int:
@@ -767,13 +778,13 @@ def decoding_section(
     return {"rule": "sampling", "temperature": temperature, **given}
 
 
-def write_html(preset: Preset, out: Path, curve: list[dict[str, float]] | None = None) -> None:
+def write_html(preset: Preset, out: Path) -> None:
     """Write the report of a preset as one HTML page."""
     from treeopt.draw import as_svg
     from treeopt.files import write_text
     from treeopt.html import html_report
 
-    write_text(out, html_report(preset, as_svg(preset.tree, preset.node_probs), curve))
+    write_text(out, html_report(preset, as_svg(preset.tree, preset.node_probs)))
 
 
 if __name__ == "__main__":

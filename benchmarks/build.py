@@ -1,23 +1,34 @@
-"""How long the search takes: a tree of 64 rows, a ladder of 100,000 nodes, a tree without gaps.
+"""How long the search takes: a tree of 64 rows, a ladder of 100,000 nodes, a tree without gaps, a
+choice of size.
 
 python -m benchmarks.build
 """
 
 from __future__ import annotations
 
+import resource
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from benchmarks.conditions import conditions
 from treeopt.acceptance import IndependentAcceptance, JointAcceptance
+from treeopt.build import LADDER_SIZE, Request, preset_from_trace
+from treeopt.cost import StepCost, StepTime
 from treeopt.replay import replay
 from treeopt.search import grow, grow_contiguous
 from treeopt.trace import RankTrace
 
 TARGET_64_MS, TARGET_LADDER_S = 5.0, 2.0
+TARGET_AUTO_S, TARGET_AUTO_GB = 10.0, 1.0
+NUM_CATEGORIES = 16
+_NAMES = ("backbone", "backbone_sha256", "heads", "heads_sha256", "heads_layout", "data",
+          "template_sha256")  # fmt: skip
+NUM_SIZES = 35  # about as many as `treeopt profile` measures on a CPU
 
 
 def rates(num_heads: int, num_ranks: int) -> np.ndarray:
@@ -27,15 +38,20 @@ def rates(num_heads: int, num_ranks: int) -> np.ndarray:
 
 
 def synthetic_trace(num_documents: int, length: int, num_heads: int, num_ranks: int) -> RankTrace:
-    """A trace of independent draws from ``rates``; sizes are what matters here."""
+    """A trace of independent draws from ``rates``; sizes are what matters here.
+
+    Documents come from 16 categories in turn, each with heads right more or less often.
+    """
     generator = np.random.default_rng(0)
     positions = num_documents * length
     ranks = np.full((positions, num_heads), -1, dtype=np.int16)
-    left = length - 1 - np.arange(positions) % length
+    place = np.arange(positions)
+    left, category = length - 1 - place % length, place // length % NUM_CATEGORIES
     for head, row in enumerate(rates(num_heads, num_ranks)):
         shares = np.append(row, 1 - row.sum())
         drawn = generator.choice(num_ranks + 1, positions, p=shares)
-        drawn[(drawn == num_ranks) | (left <= head)] = -1
+        unlucky = generator.random(positions) < 0.5 * category / NUM_CATEGORIES
+        drawn[(drawn == num_ranks) | (left <= head) | unlucky] = -1
         ranks[:, head] = drawn
     return RankTrace(
         ranks,
@@ -43,7 +59,7 @@ def synthetic_trace(num_documents: int, length: int, num_heads: int, num_ranks: 
         np.ones(positions, dtype=np.float16),
         np.zeros(positions, dtype=np.float16),
         np.arange(0, positions + 1, length),
-        {},
+        dict.fromkeys(_NAMES, "synthetic") | {"decoding": {"rule": "greedy"}},
     )
 
 
@@ -56,8 +72,29 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
     return median(times)
 
 
+def choose_size(file: Path) -> None:
+    """``build --budget auto`` on the trace in ``file``, under a rising cost of many sizes."""
+    sizes = np.unique(np.geomspace(1, 64, 3 * NUM_SIZES).astype(int))[:NUM_SIZES].tolist()
+    times = [
+        StepTime(1, context, size, ms, 0.99 * ms, 1.01 * ms, 15)
+        for context in (256, 1024)
+        for size in (0, *sizes)
+        for ms in [30 + 0.9 * size + context / 100]
+    ]
+    request = Request(LADDER_SIZE)
+    cost = StepCost(tuple(times), {})
+    preset_from_trace(RankTrace.load(file), file, request, name="a", command="a", cost=cost)
+
+
 def main() -> None:
     print(conditions())
+    with tempfile.TemporaryDirectory() as folder:  # first: the peak of memory is the process's
+        file = Path(folder) / "calibration.safetensors"
+        synthetic_trace(7813, 128, 4, 32).save(file)
+        took = seconds(lambda: choose_size(file), 1)
+        peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    print(f"--budget auto, 1 million positions {took:.1f} s of {TARGET_AUTO_S} s allowed, peak "
+          f"{peak_gb:.2f} of {TARGET_AUTO_GB} GB (making the trace included)")  # fmt: skip
     independent = IndependentAcceptance(rates(5, 50))
     trace = synthetic_trace(240, 128, 4, 32)
     joint = JointAcceptance(trace)

@@ -9,17 +9,16 @@ from pathlib import Path
 
 from calibration.collect import collect
 from calibration.data import read_dataset, shipped_prompts
-from calibration.profile import num_steps, profile
+from calibration.profile import profile
 from calibration.validation import measured_section, run_validation
-from treeopt.build import Request, SizePoint, preset_from_trace, size_curve, with_best_sizes
-from treeopt.cost import SIZES
+from treeopt.build import LADDER_SIZE, Request, preset_from_trace
 from treeopt.draw import write_picture
 from treeopt.models.backbone import Backbone
 from treeopt.models.heads import MedusaHeads
 from treeopt.preset import Preset
 from treeopt.report import DecodeReport
 
-Progress = Callable[[str, int], AbstractContextManager[Callable[[int, int], None]]]
+Progress = Callable[[str, int | None], AbstractContextManager[Callable[[int, int], None]]]
 
 NUM_PROMPTS, NUM_TOKENS, BATCH_SIZE = 160, 128, 64
 CONTEXT, ROUNDS = 256, 10
@@ -28,11 +27,10 @@ NUM_HELD_OUT = 8
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo leaves: the preset (validated), the report, and the curve over tree sizes."""
+    """What the demo leaves: the preset, validated, and the report."""
 
     preset: Preset
     report: DecodeReport
-    curve: list[SizePoint]
 
 
 def run_demo(
@@ -55,20 +53,25 @@ def run_demo(
             on_warning=on_warning,
         )
     trace.save(out / "calibration.safetensors")
-    with progress("2/3 profiling", num_steps(SIZES, [CONTEXT], (1,), ROUNDS)) as advance:
+    with progress("2/3 profiling", None) as advance:
         cost = profile(
             backbone,
             heads,
             contexts=[CONTEXT],
             rounds=ROUNDS,
             on_step=lambda: advance(1, 0),
+            on_warning=on_warning,
         )
     cost.save(out / "cost.json")
-    request = Request(max(SIZES))
     preset = preset_from_trace(
-        trace, out / "calibration.safetensors", request, name="demo", command="treeopt demo"
+        trace,
+        out / "calibration.safetensors",
+        Request(LADDER_SIZE),
+        name="demo",
+        command="treeopt demo",
+        cost=cost,
+        on_warning=on_warning,
     )
-    preset = with_best_sizes(preset, trace, cost, request)
     with progress("3/3 validating", NUM_HELD_OUT) as advance:
         report, held_out = run_validation(
             preset,
@@ -81,4 +84,4 @@ def run_demo(
     preset = preset.with_measured(measured_section(report, held_out))
     preset.save(out / "preset.yaml")
     write_picture(out / "tree.svg", preset.tree, preset.node_probs, preset.name)
-    return Demo(preset, report, size_curve(trace, preset, request, cost, (1, CONTEXT)))
+    return Demo(preset, report)

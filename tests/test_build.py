@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +15,6 @@ from treeopt.acceptance import JointAcceptance
 from treeopt.build import (
     LADDER_SIZE,
     Request,
-    SizePoint,
-    best_size,
     held_out_replays,
     predict,
     preset_from_rates,
@@ -26,10 +23,10 @@ from treeopt.build import (
     with_best_sizes,
 )
 from treeopt.cost import StepCost, StepTime
-from treeopt.errors import CostError, PresetError, TraceError, TreeError
+from treeopt.errors import CostError, PresetError, TraceError
 from treeopt.files import sha256_of_file
 from treeopt.preset import Preset, parse_preset
-from treeopt.replay import accepted_at, replay
+from treeopt.replay import Interval, accepted_at, replay
 from treeopt.search import Ladder, grow
 from treeopt.trace import MISSED, RankTrace
 from treeopt.tree import Tree
@@ -146,89 +143,6 @@ def test_predict_grows_each_tree_under_the_request(
     assert [(tree.tree_size, tree.depth) for tree in trees[5:]] == [(5, 1)] * 5
 
 
-# The best size.
-
-
-def point(tree_size: int, acceptance_length: float, step_ms: float) -> SizePoint:
-    return SizePoint(tree_size, acceptance_length, step_ms)
-
-
-def test_tokens_per_s() -> None:
-    assert point(8, 2.5, 50.0).tokens_per_s == pytest.approx(50.0)
-
-
-@pytest.mark.parametrize(
-    ("curve", "tree_size"),
-    [
-        # Two hills: a search that stops at the first valley takes 4.
-        (
-            [point(4, 2.0, 10.0), point(8, 2.1, 20.0), point(16, 2.6, 12.0), point(32, 2.7, 30.0)],
-            16,
-        ),
-        ([point(4, 2.6, 12.0), point(8, 2.1, 20.0), point(16, 2.0, 10.0)], 4),
-        # Equals: the smallest, in whatever order they come.
-        ([point(8, 2.0, 8.0), point(16, 2.0, 8.0)], 8),
-        ([point(16, 4.0, 16.0), point(8, 2.0, 8.0)], 8),
-        # No speculation: a flat length on rising times, a dear machine, an equal one, nothing.
-        ([point(2, 1.0, 11.0), point(4, 1.0, 12.0)], 1),
-        ([point(4, 2.0, 21.0), point(8, 2.4, 30.0)], 1),
-        ([point(4, 2.0, 20.0)], 1),
-        ([], 1),
-        ([point(4, 2.0, 19.9)], 4),
-    ],
-)
-def test_best_size_is_the_global_best(curve: list[SizePoint], tree_size: int) -> None:
-    assert best_size(curve, plain_ms=10.0).tree_size == tree_size
-
-
-def test_no_speculation_costs_a_plain_step() -> None:
-    assert best_size([point(4, 2.0, 30.0)], plain_ms=10.0) == point(1, 1.0, 10.0)
-
-
-def test_redrafter_staircase_beats_acceptance() -> None:
-    # apple/ml-recurrent-drafter at bd8586b, Apache-2.0,
-    # recurrent_drafting/mlx/experiments/m2-ultra: M2 Ultra, fp16, greedy. Beam width, length,
-    # ms per step and the steps that 200 tokens took.
-    table = [
-        (1, 3, 37.5, 110),
-        (1, 5, 40.9, 85),
-        (2, 4, 40.8, 84),
-        (3, 4, 41.7, 82),
-        (3, 5, 44.5, 78),
-        (4, 3, 39.8, 92),
-        (4, 4, 82.5, 82),
-        (4, 5, 86.2, 78),
-    ]
-    curve = [point(width * length, 200 / steps, ms) for width, length, ms, steps in table]
-    best = best_size(curve, plain_ms=37.5)  # no plain step is given; it is no faster than this
-    assert best == point(3 * 4, 200 / 82, 41.7)
-    assert 1000 * 200 / best.tokens_per_s == pytest.approx(3423, abs=5)  # ms for 200 tokens
-    dear = curve[6]
-    assert 1000 * 200 / dear.tokens_per_s == pytest.approx(6766, abs=5)
-    assert dear.acceptance_length == best.acceptance_length
-    # The longest acceptance of all is not worth it either.
-    assert max(curve, key=lambda p: p.acceptance_length).acceptance_length > best.acceptance_length
-
-
-def test_sequoia_choice_of_size(data: Path) -> None:
-    # Infini-AI-Lab/Sequoia at 0ff3ff7, demo-config.json: a step takes depth * draft_time +
-    # target_time[budget]; its published choice is 4 nodes at 4 levels.
-    demo = json.loads((data / "sequoia_demo.json").read_text())
-    config, choice = demo["config"], demo["published_choice"]
-    curve = [
-        point(budget, expected, levels * config["draft_time"] + target)
-        for budget, target in zip(config["valid_budget"], config["target_time"], strict=True)
-        for levels, expected in enumerate(demo["expected_length"][str(budget)])
-        if expected is not None
-    ]
-    plain_ms = config["target_time"][0]
-    best = best_size(curve, plain_ms)
-    assert best.tree_size == choice["budget"]
-    assert best.step_ms == choice["depth"] * config["draft_time"] + 10
-    assert 1000 / best.tokens_per_s == pytest.approx(choice["time_per_token"], abs=2e-4)
-    assert plain_ms * best.tokens_per_s / 1000 == pytest.approx(choice["speedup"], abs=2e-4)
-
-
 # Presets.
 
 
@@ -255,6 +169,8 @@ def test_preset_from_trace_says_where_it_comes_from(
         "positions": trace.num_positions,
         "num_ranks": RANKS,
         "template_sha256": "e" * 64,
+        "data_sha256": "d" * 64,
+        "max_new_tokens": 64,
     }
     assert preset.provenance is not None
     assert preset.provenance["command"] == "treeopt build"
@@ -304,7 +220,7 @@ def test_limits_of_the_request(trace: RankTrace, file: Path) -> None:
 
 @pytest.mark.parametrize("tree_size", [0, -1])
 def test_budget_without_a_root(trace: RankTrace, file: Path, tree_size: int) -> None:
-    with pytest.raises(TreeError, match=f"tree_size {tree_size} is not between 1 and"):
+    with pytest.raises(PresetError, match=f"tree_size is {tree_size}; the ladder allows 1 to"):
         preset_from_trace(trace, file, Request(tree_size), name="mine", command="x")
     with pytest.raises(PresetError, match=f"tree_size is {tree_size}; the ladder allows 1 to"):
         preset_from_rates(RATES, Request(tree_size), name="mine", command="x")
@@ -336,14 +252,22 @@ def test_preset_from_rates_ends_with_its_paths() -> None:
 # The size under a cost.
 
 
-def test_size_curve_is_replay_over_measured_time(trace: RankTrace, preset: Preset) -> None:
-    cost = costs({0: 10.0, 1: 10.5, 8: 11.0, 24: 12.0, 100_000: 99.0})
-    curve = size_curve(trace, preset, Request(24), cost, (1, 256))
-    assert [p.tree_size for p in curve] == [1, 8, 24]  # the ladder has no tree of 100000
+def test_size_curve_is_held_out_replay_and_measured_time(trace: RankTrace) -> None:
+    times = {0: 10.0, 1: 10.5, 8: 11.0, 24: 12.0, 100_000: 99.0}
+    rows = tuple(StepTime(1, 256, size, ms, 0.9 * ms, 1.2 * ms, 5) for size, ms in times.items())
+    cost = StepCost(rows, {})
+    curve = size_curve(trace, Request(24), cost, max_tree_size=60)
+    # Plain decoding, the measured sizes, and the largest tree there is at the next one's price.
+    assert [p.tree_size for p in curve] == [1, 8, 24, 60]
+    assert [p.step_ms.value for p in curve] == [10.0, 11.0, 12.0, 99.0]
     for p in curve:
-        assert p.acceptance_length == predict(trace, Request(p.tree_size)).value  # held out
-        assert p.step_ms == cost.step_ms(p.tree_size, 1, 256)
-    assert [p.acceptance_length for p in curve] == sorted(p.acceptance_length for p in curve)
+        assert (p.batch, p.context) == (1, 256)
+        assert p.acceptance_length == predict(trace, Request(p.tree_size))  # held out
+        assert p.step_ms.low == pytest.approx(0.9 * p.step_ms.value)
+        assert p.step_ms.high == pytest.approx(1.2 * p.step_ms.value)
+    assert curve[0].acceptance_length == Interval(1.0, 1.0, 1.0)
+    lengths = [p.acceptance_length.value for p in curve]
+    assert lengths == sorted(lengths)
 
 
 def test_with_best_sizes_fills_the_cut_table(trace: RankTrace, preset: Preset) -> None:
@@ -354,29 +278,56 @@ def test_with_best_sizes_fills_the_cut_table(trace: RankTrace, preset: Preset) -
         StepTime(4, 256, size, ms, ms, ms, 5)
         for size, ms in {0: 10, 4: 10.1, 8: 30, 40: 60}.items()
     ]
-    cost = StepCost(tuple(rows), {"backbone": "tiny", "backbone_sha256": "b" * 64})
+    machine = {"backbone": "tiny", "backbone_sha256": "b" * 64, "device": "cpu x", "threads": 2}
+    cost = StepCost(tuple(rows), {**machine, "dtype": "float32", "compiled_rows": [4]})
     cut = with_best_sizes(preset, trace, cost, Request(24))
     assert cut.sizes == (
         {"batch": 1, "context": 256, "tree_size": 40},
         {"batch": 4, "context": 256, "tree_size": 4},
     )
     assert cut.tree_size == 40
+    assert [(p.batch, p.tree_size) for p in cut.curve] == [
+        (batch, size) for batch in (1, 4) for size in (1, 4, 8, 40)
+    ]
     assert cut.ladder == preset.ladder
     interval = predict(trace, Request(40))
     assert cut.predicted is not None
     assert cut.predicted["acceptance_length"] == round(interval.value, 4)
-    assert parse_preset(cut.to_yaml(), "mine.yaml") == cut
-    assert preset.sizes == ()
+    assert cut.cost == {
+        "device": "cpu x",
+        "dtype": "float32",
+        "threads": 2,
+        "compiled": True,
+        "measured": True,
+    }
+    again = parse_preset(cut.to_yaml(), "mine.yaml")
+    assert again.to_yaml() == cut.to_yaml()
+    assert again.sizes == cut.sizes
+    for ours, theirs in zip(cut.curve, again.curve, strict=True):  # to the places that are kept
+        assert theirs.tokens_per_s.value == pytest.approx(ours.tokens_per_s.value, rel=1e-4)
+    assert (preset.sizes, preset.curve, preset.cost) == ((), (), None)
+
+
+def test_preset_from_trace_takes_the_costs_too(trace: RankTrace, file: Path) -> None:
+    cost = costs({0: 10.0, 4: 10.1, 8: 30.0})
+    options = {"name": "mine", "command": "x"}
+    whole = preset_from_trace(trace, file, Request(128), **options, cost=cost)
+    apart = preset_from_trace(trace, file, Request(128), **options)
+    cut = with_best_sizes(apart, trace, cost, Request(128))
+    assert dataclasses.replace(whole, provenance=None) == dataclasses.replace(cut, provenance=None)
+    assert whole.tree_size == 4
 
 
 def test_sizes_for_a_modelled_machine_say_so(trace: RankTrace, preset: Preset) -> None:
     rows = tuple(
         StepTime(1, 256, size, ms, ms, ms, 0) for size, ms in {0: 10, 4: 10.1, 8: 30}.items()
     )
-    cost = StepCost(rows, {"device": "h100"}, measured=False)  # of any weights
+    machine = {"device": "h100", "dtype": "16-bit", "backbone": "large"}
+    cost = StepCost(rows, machine, measured=False)  # of any weights
     cut = with_best_sizes(preset, trace, cost, Request(24))
     assert cut.sizes == ({"batch": 1, "context": 256, "tree_size": 4, "modelled": "h100"},)
-    assert parse_preset(cut.to_yaml(), "mine.yaml") == cut
+    assert cut.describe_cost() == "h100, 16-bit, modelled, not measured"
+    assert parse_preset(cut.to_yaml(), "mine.yaml").cost == cut.cost
 
 
 def test_no_speculation_may_win(trace: RankTrace, preset: Preset) -> None:
@@ -386,11 +337,94 @@ def test_no_speculation_may_win(trace: RankTrace, preset: Preset) -> None:
     assert cut.predicted["acceptance_length"] == 1.0
 
 
-def test_cost_of_another_backbone(trace: RankTrace, preset: Preset) -> None:
-    other = costs({0: 10.0, 8: 11.0}, backbone="large", backbone_sha256="f" * 64)
-    message = "measured with backbone large, the calibration with tiny"
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        (
+            {"backbone": "large", "backbone_sha256": "f" * 64},
+            r"with backbone large \(sha256 f{8}\), the calibration with tiny \(sha256 b{8}\)",
+        ),
+        (
+            {"heads": "others", "heads_sha256": "a" * 64},
+            r"heads others \(sha256 a{8}\), the calibration with tiny-heads \(sha256 c{8}\)",
+        ),
+        ({"dtype": "bfloat16"}, "with dtype bfloat16, the calibration with float32"),
+    ],
+)
+def test_cost_of_something_else(
+    trace: RankTrace, preset: Preset, machine: dict[str, str], message: str
+) -> None:
+    other = costs({0: 10.0, 4: 10.5, 8: 11.0}, **machine)
     with pytest.raises(CostError, match=message):
         with_best_sizes(preset, trace, other, Request(24))
+
+
+def test_a_single_measured_size_is_no_choice(trace: RankTrace, preset: Preset) -> None:
+    message = "batch 1, context 256: 8 is the only tree size measured; a choice takes two"
+    with pytest.raises(CostError, match=message):
+        with_best_sizes(preset, trace, costs({0: 10.0, 8: 11.0}), Request(24))
+
+
+@pytest.mark.parametrize("last", [10.0, 8.0])
+def test_flat_and_falling_costs_are_doubted(trace: RankTrace, preset: Preset, last: float) -> None:
+    said: list[str] = []
+    flat = costs({0: 10.0, 4: 10.0, 40: last})
+    with_best_sizes(preset, trace, flat, Request(24), said.append)
+    assert said[0] == (
+        f"batch 1, context 256: a step of 40 rows took {last} ms, of 4 10.0 ms; where more rows "
+        "cost nothing, the choice of size is the noise's: measure again, with larger --sizes too"
+    )
+    assert (
+        said[1] == "batch 1, context 256: 40 rows are best, the most measured; more may be better"
+    )
+    rising: list[str] = []
+    with_best_sizes(preset, trace, costs({0: 10.0, 4: 10.1, 40: 30.0}), Request(24), rising.append)
+    assert rising == []
+
+
+def test_a_trace_too_small_for_its_tree_says_how_many_positions_it_takes(
+    trace: RankTrace, file: Path
+) -> None:
+    said: list[str] = []
+
+    def build(tree_size: int) -> Preset:
+        said.clear()
+        return preset_from_trace(
+            trace, file, Request(tree_size), name="m", command="x", on_warning=said.append
+        )
+
+    build(3)
+    assert said == []
+    preset = build(60)
+    assert preset.path_probs is not None
+    least = preset.path_probs[58]
+    assert trace.num_positions * least < 10
+    (message,) = said
+    assert message.startswith(f"{trace.num_positions} calibrated positions are few for 60 rows")
+    needed = math.ceil(10 / least)
+    assert f"about {needed} are needed for 10 times" in message
+    assert needed > trace.num_positions
+
+
+def test_heads_that_are_never_right_leave_the_root_alone(make_trace: Make, tmp_path: Path) -> None:
+    trace = make_trace([[[MISSED] * HEADS] * 12 for _ in range(6)])
+    trace.save(tmp_path / "t.safetensors")
+    cost = costs({0: 10.0, 4: 10.1, 40: 30.0})
+    for given in (None, cost):
+        made = preset_from_trace(
+            trace, tmp_path / "t.safetensors", Request(24), name="m", command="x", cost=given
+        )
+        assert (made.ladder, made.tree_size) == ((), 1)
+        assert made.predicted is not None
+        assert made.predicted["acceptance_length"] == 1.0
+        assert parse_preset(made.to_yaml(), "m.yaml").to_yaml() == made.to_yaml()
+
+
+def test_a_head_that_is_never_right_is_not_used(make_trace: Make, tmp_path: Path) -> None:
+    trace = make_trace([[[0, MISSED, 0], [1, MISSED, 0]] * 8 for _ in range(6)])
+    trace.save(tmp_path / "t.safetensors")
+    made = preset_from_trace(trace, tmp_path / "t.safetensors", Request(24), name="m", command="x")
+    assert set(made.ladder) == {(0,), (1,)}
 
 
 def test_a_trace_that_names_no_models(trace: RankTrace, file: Path) -> None:

@@ -133,6 +133,82 @@ def test_profile_and_automatic_budget(here: Path, models: None) -> None:
     assert built["sizes"] == [{"batch": 1, "context": 32, "tree_size": built["tree_size"]}]
 
 
+def costs_of(here: Path, times: dict[int, float], **machine: object) -> None:
+    """Write a made-up cost file for the tiny models."""
+    rows = [StepTime(1, 32, size, ms, ms, ms, 9) for size, ms in times.items()]
+    known = {"device": "cpu here", "dtype": "float32", "threads": 1}
+    sha256 = tiny.shared_backbone().sha256
+    known |= {"backbone": "tiny", "backbone_sha256": sha256, **machine}
+    StepCost(tuple(rows), known).save(here / "cost.json")
+
+
+AUTO = ("build", "--budget", "auto", "--cost", "cost.json", "--out", "p.yaml")
+
+
+def test_automatic_budget_keeps_and_shows_the_curve(here: Path, models: None) -> None:
+    calibrated(here)
+    costs_of(here, {0: 10.0, 2: 10.1, 8: 10.3, 20: 40.0})
+    built = json.loads(done(*AUTO, "--json").stdout)
+    assert [row["tree_size"] for row in built["curve"]] == [1, 2, 8, 20]
+    for row in built["curve"]:
+        speed = 1000 * row["acceptance_length"] / row["step_ms"]
+        assert row["tokens_per_s"] == pytest.approx(speed, abs=0.01)
+    best = built["tree_size"]
+    assert best in (2, 8)
+    assert f"best size at batch 1, context 32: {best}, " in done(*AUTO).stdout
+    shown = done("show", "p.yaml").stdout
+    assert f"best size at batch 1, context 32: {best}, " in shown
+    assert "Batch 1, context 32, cpu here, float32, 1 threads" in shown
+    (marked,) = (line for line in shown.splitlines() if "best │" in line)
+    assert marked.split()[1] == str(best)
+    assert "no speculation" in shown
+    done("show", "p.yaml", "--out", "p.html")
+    assert "Choice of tree size" in (here / "p.html").read_text()
+
+
+def test_no_speculation_is_said_in_words(here: Path, models: None) -> None:
+    calibrated(here)
+    costs_of(here, {0: 10.0, 2: 90.0, 8: 100.0})
+    result = done(*AUTO)
+    assert "best size at batch 1, context 32: no speculation, 100.0" in result.stdout
+    shown = done("show", "p.yaml").stdout
+    assert shown.startswith("p: no speculation: plain decoding, the tree is its root alone")
+    assert load_preset("p.yaml").tree_size == 1
+
+
+def test_automatic_budget_refuses_and_doubts_costs(here: Path, models: None) -> None:
+    calibrated(here)
+    costs_of(here, {0: 10.0, 8: 11.0})
+    assert "8 is the only tree size measured" in refused(*AUTO)
+    costs_of(here, {0: 10.0, 2: 10.5, 8: 11.0}, dtype="bfloat16")
+    assert "with dtype bfloat16, the calibration with float32" in refused(*AUTO)
+    costs_of(here, {0: 10.0, 2: 10.0, 8: 10.0})
+    assert "where more rows cost nothing" in done(*AUTO).stderr
+
+
+def test_profile_finds_its_sizes_unless_each_has_to_be_compiled(
+    here: Path, models: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from calibration import profile
+    from treeopt.cost import SIZES
+    from treeopt.models import heads
+
+    asked: list[object] = []
+    row = StepTime(1, 32, 0, 1.0, 1.0, 1.0, 1)
+
+    def measured(*models: object, sizes: object, on_warning: Any, **options: object) -> StepCost:
+        asked.append(sizes)
+        on_warning("the machine is noisy")
+        return StepCost((row, StepTime(1, 32, 4, 1.0, 1.0, 1.0, 1)), {})
+
+    monkeypatch.setattr(profile, "profile", measured)
+    monkeypatch.setattr(heads, "compile_models", lambda backbone, heads, *rest: (backbone, heads))
+    assert "warning: the machine is noisy" in done("profile").stderr
+    done("profile", "--compile")
+    done("profile", "--sizes", "3,9")
+    assert asked == [None, list(SIZES), [3, 9]]
+
+
 def test_automatic_budget_refuses_costs_of_another_backbone(here: Path, models: None) -> None:
     calibrated(here)
     done("profile", "--context", "32", "--sizes", "4", "--rounds", "1")
@@ -361,7 +437,9 @@ def test_simulate_refuses_what_it_cannot_serve(here: Path, models: None) -> None
     assert "cannot read gone.json" in refused(*arguments, "--cost", "gone.json")
     cost = json.loads((here / "cost.json").read_text())
     (here / "other.json").write_text(json.dumps(cost | {"machine": {"backbone_sha256": "f" * 64}}))
-    assert "was made for backbone_sha256" in refused(*arguments, "--cost", "other.json")
+    assert "measured with backbone None (sha256 ffffffff)" in refused(
+        *arguments, "--cost", "other.json"
+    )
     # A published tree, whose paths come without probabilities.
     (here / "medusa.json").write_text("[[0], [0, 0], [1]]")
     done("convert", "medusa.json", "--to", "preset", "--out", "medusa.yaml")

@@ -169,10 +169,35 @@ def test_files_that_are_refused(
         StepCost.load(tmp_path / "cost.json")
 
 
-def test_check_matches(cost: StepCost) -> None:
+def test_what_both_know_must_match(cost: StepCost) -> None:
     cost.check_matches({})
-    cost.check_matches({"device": "cpu", "threads": 2})
-    with pytest.raises(CostError, match="the cost file was made for device 'cpu', not 'cuda'"):
-        cost.check_matches({"dtype": "float32", "device": "cuda"})
-    with pytest.raises(CostError, match="made for gpu None, not 'H200'"):
-        cost.check_matches({"gpu": "H200"})
+    cost.check_matches({"device": "cpu", "data": "a"})
+    cost.check_matches({"heads_sha256": "c" * 64})  # of which the costs say nothing
+    for provenance, message in (
+        ({"dtype": "bfloat16"}, "measured with dtype float32, the calibration with bfloat16"),
+        ({"device": "cuda"}, "measured with device cpu, the calibration with cuda"),
+        (
+            {"backbone": "other", "backbone_sha256": "f" * 64},
+            r"backbone None \(sha256 bbbbbbbb\), the calibration with other \(sha256 ffffffff\)",
+        ),
+    ):
+        with pytest.raises(CostError, match=message):
+            cost.check_matches(provenance)
+    StepCost(ROWS, MACHINE, measured=False).check_matches({"dtype": "bfloat16"})
+
+
+def test_a_choice_takes_two_sizes(cost: StepCost) -> None:
+    with pytest.raises(CostError, match="batch 1, context 1024: 8 is the only tree size measured"):
+        cost.check_choice()
+    StepCost(ROWS[:5], MACHINE).check_choice()
+
+
+def test_doubts_about_a_curve() -> None:
+    rising = StepCost((row(0, 10.0), row(4, 11.0), row(24, 14.0)), MACHINE)
+    assert rising.doubts(1, 256, best=4) == []
+    assert rising.doubts(1, 256, best=24) == [
+        "batch 1, context 256: 24 rows are best, the most measured; more may be better"
+    ]
+    flat = StepCost((row(0, 10.0), row(4, 10.0), row(64, 12.0)), MACHINE)  # known to 10 % only
+    (doubt,) = flat.doubts(1, 256, best=4)
+    assert "a step of 64 rows took 12.0 ms, of 4 10.0 ms" in doubt

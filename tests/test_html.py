@@ -7,8 +7,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from treeopt.curve import SizePoint
 from treeopt.html import html_report
 from treeopt.preset import Preset
+from treeopt.replay import Interval
 
 SVG = '<?xml version="1.0"?>\n<!DOCTYPE svg>\n<svg><text>picture of the tree</text></svg>\n'
 
@@ -68,11 +70,16 @@ PRESET = Preset(
     provenance={"treeopt": "0.1.0", "command": "treeopt build", "seed": 7, "created": "today"},
 )
 
-CURVE = [
-    {"tree_size": 1, "acceptance_length": 1.0, "step_ms": 40.0, "tokens_per_s": 25.0},
-    {"tree_size": 4, "acceptance_length": 2.2, "step_ms": 50.0, "tokens_per_s": 44.0},
-    {"tree_size": 6, "acceptance_length": 2.4, "step_ms": 80.0, "tokens_per_s": 30.0},
-]
+CURVE = tuple(
+    SizePoint(1, 256, size, Interval(length, 0.9 * length, 1.1 * length), Interval(ms, ms, ms))
+    for size, length, ms in ((1, 1.0, 40.0), (4, 2.2, 50.0), (6, 2.4, 80.0))
+)
+DRAWN = replace(
+    PRESET,
+    sizes=({"batch": 1, "context": 256, "tree_size": 4},),
+    curve=CURVE,
+    cost={"device": "cpu <x>", "dtype": "float32", "compiled": False, "measured": True},
+)
 
 
 class Page(HTMLParser):
@@ -116,7 +123,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page() -> Page:
-    return Page(html_report(PRESET, SVG, CURVE))
+    return Page(html_report(DRAWN, SVG))
 
 
 def test_is_one_file_without_scripts_or_references(page: Page) -> None:
@@ -153,7 +160,7 @@ def test_holds_the_picture_without_its_prolog() -> None:
             "2.41 tokens a step (95 % interval 2.33–2.49), by replay on held-out documents",
         ),
         ("calibration", "240 documents, 30,720 positions of calibration/prompts.jsonl"),
-        ("tree_size by situation", "batch 4, context 256: 2"),
+        ("tree_size by situation", "batch 1, context 256: 4"),
         ("tokens/s, tree decoding", "41.3"),
         ("tokens/s, plain decoding", "25.1"),
         ("tokens/s, transformers generate", "22.9"),
@@ -214,20 +221,42 @@ def test_says_when_a_prediction_is_in_sample() -> None:
 
 def test_charts_mark_the_chosen_size(page: Page) -> None:
     marks = [attributes for tag, attributes in page.tags if attributes.get("class") == "chosen"]
-    assert len(marks) == 2
-    assert "4: 2.20" in page.text
-    assert "4: 44.00" in page.text
-    assert "tree_size 6: 30.00, 80.0 ms a step" in page.text
+    assert len(marks) == 3
+    for value in ("4: 2.20", "4: 50.00", "4: 44.00"):
+        assert value in page.text
+    assert "tree_size 6: 30.00 (27.00–33.00)" in page.text
+    assert "Batch 1, context 256: 4 is best." in page.text
+    assert "the step times of cpu <x>, float32." in page.text
+
+
+def test_every_situation_has_charts_of_its_own() -> None:
+    more = tuple(replace(point, batch=4) for point in CURVE)
+    sizes = (*DRAWN.sizes, {"batch": 4, "context": 256, "tree_size": 1})
+    page = Page(html_report(replace(DRAWN, curve=CURVE + more, sizes=sizes), SVG))
+    assert sum(attributes.get("class") == "curve" for _, attributes in page.tags) == 6
+    assert "Batch 4, context 256: no speculation is best." in page.text
+
+
+def places_of(kind: str) -> list[str | None]:
+    found = Page(html_report(DRAWN, SVG)).tags
+    return [attributes["points"] for _, attributes in found if attributes.get("class") == kind]
 
 
 def test_points_lie_where_their_values_say() -> None:
-    length, speed = html_report(PRESET, SVG, CURVE).split('points="')[1:]
     # Sizes 1, 4 and 6 from the plot's left edge, 44, to its right one, 428; values from the lower
-    # edge, 226, to the upper one, 36: lengths from 1 to 2.5, tokens/s from 0 to 50.
-    assert length.startswith('44.0,226.0 274.4,74.0 428.0,48.7"')
-    assert speed.startswith('44.0,131.0 274.4,58.8 428.0,112.0"')
+    # edge, 226, to the upper one, 36: lengths from 1 to 3, ms from 0 to 80, tokens/s from 0 to 50.
+    length, step, speed = places_of("curve")
+    assert length == "44.0,226.0 274.4,112.0 428.0,93.0"
+    assert step == "44.0,131.0 274.4,107.2 428.0,36.0"
+    assert speed == "44.0,131.0 274.4,58.8 428.0,112.0"
+
+
+def test_bands_go_along_the_upper_bounds_and_back_along_the_lower() -> None:
+    *_, speed = places_of("band")
+    upper = "44.0,121.5 274.4,42.1 428.0,100.6"
+    assert speed == f"{upper} 428.0,123.4 274.4,75.5 44.0,140.5"
 
 
 def test_a_curve_of_one_point_is_drawn() -> None:
-    page = Page(html_report(replace(PRESET, tree_size=1), SVG, CURVE[:1]))
+    page = Page(html_report(replace(DRAWN, tree_size=1, curve=CURVE[:1], sizes=()), SVG))
     assert "1: 1.00" in page.text

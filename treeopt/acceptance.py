@@ -11,21 +11,24 @@ every model here; independence is a claim about ``path_prob`` only, never about 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treeopt.errors import TableError, TraceError
-from treeopt.trace import RankTrace
+from treeopt.errors import TableError, TraceError, TreeError
+from treeopt.trace import FOLDS, RankTrace
 from treeopt.tree import Path
 
 FloatArray = NDArray[np.float64]
 
 KINDS = ("per_rank", "cumulative", "positional")  # of tables of rates
 BACK_OFF = 30.0  # pseudo-counts given to the pooled rates; see `JointAcceptance`
+# Pseudo-counts given to the pooled rates, see `JointAcceptance`: what is tried, and what is taken
+# where there are too few documents to try.
+BACK_OFFS, BACK_OFF = (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0), 30.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,15 @@ class AcceptanceModel(ABC):
         """Return the children of ``path``, which is shorter than ``num_heads``."""
 
     def path_prob(self, path: Path) -> float:
-        """Return P(path is right): 1 for the root, never rising along a path."""
+        """Return P(path is right): 1 for the root, never rising along a path.
+
+        Raises:
+            TreeError: ``path`` is longer than there are heads.
+        """
+        if len(path) > self.num_heads:
+            raise TreeError(
+                f"path {list(path)} is {len(path)} deep but there are only {self.num_heads} heads"
+            )
         prob = 1.0
         for depth, rank in enumerate(path):
             children = self.ranked_children(path[:depth])
@@ -109,43 +120,133 @@ class JointAcceptance(AcceptanceModel):
     lists, whatever their ranks: heads are right together more often than independence has it.
     """
 
-    def __init__(self, trace: RankTrace, back_off: float = BACK_OFF) -> None:
-        """Count the paths of ``trace``; ``back_off`` is m, in positions."""
+    def __init__(self, trace: RankTrace, back_off: float | None = None) -> None:
+        """Count the paths of ``trace``; ``back_off`` is m, in positions.
+
+        By default m is the one of ``BACK_OFFS`` that makes held-out documents most likely.
+        """
         require_trials(trace)
         self.num_heads, self.num_ranks = trace.num_heads, trace.num_ranks
-        self.back_off = back_off
-        self._pooled: list[FloatArray] = []
-        self._trials: list[dict[Path, int]] = []
-        self._hits: list[dict[Path, NDArray[np.int64]]] = []
-        self._count(trace)
-        self._unseen = [RankedChildren.of(row) for row in self._pooled]
+        folded = _count(trace)
+        self.back_off = cross_validated(folded) if back_off is None else back_off
+        self._levels = [level.total() for level in folded]
+        self._unseen = [RankedChildren.of(level.pooled()[:-1]) for level in self._levels]
 
     def ranked_children(self, path: Path) -> RankedChildren:  # noqa: D102
-        depth = len(path)
-        trials = self._trials[depth].get(path, 0)
+        depth, node = len(path), 0
+        for level, rank in zip(self._levels, path, strict=False):
+            child = level.child(node, rank)
+            if child is None:
+                return self._unseen[depth]
+            node = child
+        level = self._levels[depth]
+        trials = level.trials[0, node]
         if trials == 0:
             return self._unseen[depth]
-        prior = self.back_off * self._pooled[depth]
-        hits = self._hits[depth].get(path, 0)
-        return RankedChildren.of((hits + prior) / (trials + self.back_off))
+        prior = self.back_off * level.pooled()[:-1]
+        return RankedChildren.of((level.hits_below(node) + prior) / (trials + self.back_off))
 
-    def _count(self, trace: RankTrace) -> None:
-        """Fill the tables of every depth; ``reached`` are positions whose path so far is right."""
-        reached = np.arange(trace.num_positions)
-        for depth in range(trace.num_heads):
-            reached = reached[trace.num_scored[reached] > depth]
-            parents, next_ranks = trace.ranks[reached, :depth], trace.ranks[reached, depth]
-            hit = next_ranks >= 0
-            pooled = np.bincount(next_ranks[hit], minlength=self.num_ranks)
-            self._pooled.append(pooled / max(len(reached), 1))
-            self._trials.append(_count_rows(parents))
-            pairs = _count_rows(trace.ranks[reached[hit], : depth + 1])
-            table: dict[Path, NDArray[np.int64]] = {}
-            for (*parent, rank), count in pairs.items():
-                row = table.setdefault(tuple(parent), np.zeros(self.num_ranks, dtype=np.int64))
-                row[rank] = count
-            self._hits.append(table)
-            reached = reached[hit]
+
+@dataclass(frozen=True)
+class Level:
+    """What followed the right paths of one length, counted for ``F`` parts of the documents.
+
+    Paths are numbered: the empty one is node 0; a longer one is the index of its code at the level
+    before. An outcome is the rank that came next, or R for a miss.
+
+    codes: int64 [U], rising: node · (R + 1) + outcome.
+    hits: int64 [F, U], positions with that path and outcome. trials: int64 [F, nodes].
+    """
+
+    num_ranks: int
+    codes: NDArray[np.int64]
+    hits: NDArray[np.int64]
+    trials: NDArray[np.int64]
+
+    def total(self) -> Level:
+        """Return the counts of all documents."""
+        hits, trials = self.hits.sum(0, keepdims=True), self.trials.sum(0, keepdims=True)
+        return Level(self.num_ranks, self.codes, hits, trials)
+
+    def without(self, fold: int) -> Level:
+        """Return the counts of the documents outside ``fold``."""
+        total = self.total()
+        hits, trials = total.hits - self.hits[fold], total.trials - self.trials[fold]
+        return Level(self.num_ranks, self.codes, hits, trials)
+
+    def pooled(self) -> FloatArray:
+        """Return the share of each outcome, whatever the path: float64 [R + 1]."""
+        counts = np.bincount(self.outcomes, weights=self.hits[0], minlength=self.num_ranks + 1)
+        shares: FloatArray = counts / max(self.trials.sum(), 1)
+        return shares
+
+    @property
+    def outcomes(self) -> NDArray[np.int64]:
+        """int64 [U]: the outcome of each code."""
+        return self.codes % (self.num_ranks + 1)
+
+    def child(self, node: int, rank: int) -> int | None:
+        """Return the node of the path that ``rank`` makes longer; None when it was never right."""
+        code = node * (self.num_ranks + 1) + rank
+        at = int(np.searchsorted(self.codes, code))
+        known = 0 <= rank < self.num_ranks and at < len(self.codes) and self.codes[at] == code
+        return at if known else None
+
+    def hits_below(self, node: int) -> NDArray[np.int64]:
+        """Return int64 [R]: positions at which each rank came next."""
+        first = node * (self.num_ranks + 1)
+        start, end = np.searchsorted(self.codes, [first, first + self.num_ranks])
+        hits = np.zeros(self.num_ranks, dtype=np.int64)
+        hits[self.codes[start:end] - first] = self.hits[0, start:end]
+        return hits
+
+
+def _count(trace: RankTrace) -> list[Level]:
+    """Return the level of every head, in ``FOLDS`` parts."""
+    levels, base = [], trace.num_ranks + 1
+    reached = np.arange(trace.num_positions)  # positions whose path so far is right
+    node, num_nodes, fold_at = np.zeros_like(reached), 1, trace.fold_at
+    for depth in range(trace.num_heads):
+        scored = trace.num_scored[reached] > depth
+        reached, node = reached[scored], node[scored]
+        ranks = trace.ranks[reached, depth]
+        outcomes = np.where(ranks < 0, trace.num_ranks, ranks)
+        codes, child = np.unique(node * base + outcomes, return_inverse=True)
+        fold = fold_at[reached]
+        hits = _count_by_fold(fold, child, len(codes))
+        levels.append(Level(trace.num_ranks, codes, hits, _count_by_fold(fold, node, num_nodes)))
+        right = ranks >= 0
+        reached, node, num_nodes = reached[right], child[right], len(codes)
+    return levels
+
+
+def _count_by_fold(
+    fold: NDArray[np.int64], values: NDArray[np.int64], num_values: int
+) -> NDArray[np.int64]:
+    """Return int64 [FOLDS, num_values]: how often each value occurs in each fold."""
+    counts = np.bincount(fold * num_values + values, minlength=FOLDS * num_values)
+    return counts.reshape(FOLDS, num_values)
+
+
+def cross_validated(levels: Sequence[Level]) -> float:
+    """Return the back-off m under which each fold is most likely, given the others.
+
+    Outcomes that the others never saw have no chance under any m and are left out.
+    """
+    if not levels[0].trials.all():  # a fold without documents
+        return BACK_OFF
+    scores = np.zeros(len(BACK_OFFS))
+    for fold in range(FOLDS):
+        for level in levels:
+            known = level.without(fold)
+            pooled = known.pooled()[level.outcomes]
+            seen = (pooled > 0) & (level.hits[fold] > 0)
+            hits, pooled = known.hits[0, seen], pooled[seen]
+            trials = known.trials[0, level.codes[seen] // (level.num_ranks + 1)]
+            for index, back_off in enumerate(BACK_OFFS):
+                probs = (hits + back_off * pooled) / (trials + back_off)
+                scores[index] += level.hits[fold, seen] @ np.log(probs)
+    return BACK_OFFS[int(scores.argmax())]
 
 
 MODELS: dict[str, Callable[[RankTrace], AcceptanceModel]] = {
@@ -224,13 +325,3 @@ def require_trials(trace: RankTrace) -> None:
     if (trials == 0).any():
         head = int(np.argmax(trials == 0)) + 1
         raise TraceError(f"no document is long enough to score head {head}; calibrate on more text")
-
-
-def _count_rows(rows: NDArray[np.int16]) -> dict[Path, int]:
-    """Return how often each distinct row occurs, keyed by the row as a path."""
-    if rows.shape[1] == 0:
-        return {(): len(rows)}
-    if len(rows) == 0:
-        return {}
-    distinct, counts = np.unique(rows, axis=0, return_counts=True)
-    return dict(zip(map(tuple, distinct.tolist()), counts.tolist(), strict=True))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,16 +12,19 @@ import numpy as np
 
 from treeopt.acceptance import MODELS, FloatArray, IndependentAcceptance
 from treeopt.cost import StepCost
-from treeopt.errors import CostError, TraceError
+from treeopt.curve import NO_SPECULATION, SizePoint, best_point, by_situation
+from treeopt.errors import TraceError
 from treeopt.files import sha256_of_file
 from treeopt.preset import Preset, Section
 from treeopt.provenance import library_versions, now
-from treeopt.replay import Interval, Replay, accepted_at, walk
+from treeopt.replay import Interval, Replay, accepted_at, intervals, walk
 from treeopt.search import Ladder, grow, grow_contiguous
-from treeopt.trace import RankTrace
+from treeopt.trace import FOLDS, RankTrace
 
-FOLDS = 5
 LADDER_SIZE = 128  # a ladder is kept beyond the tree in use, for machines where more rows pay
+MIN_COUNT = 10  # times that a tree's least probable path should have been right in the calibration
+
+Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -33,31 +37,12 @@ class Request:
     max_ranks: int | None = None
 
 
-@dataclass(frozen=True)
-class SizePoint:
-    """What a tree size promises in one situation: the curve behind a choice of size."""
-
-    tree_size: int
-    acceptance_length: float
-    step_ms: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Replayed tokens per step over measured time per step."""
-        return 1000 * self.acceptance_length / self.step_ms
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the point for a report."""
-        return {**asdict(self), "tokens_per_s": self.tokens_per_s}
-
-
 def held_out_replays(
     trace: RankTrace, ladder_of: Callable[[RankTrace], Ladder], sizes: Sequence[int]
 ) -> list[Replay]:
     """Return, for each of ``sizes``, the replay with trees that a document had no part in.
 
-    Documents are dealt into ``FOLDS`` in turn, so that an order by category is spread; a fold is
-    decoded with the ladder that ``ladder_of`` makes from the others.
+    A fold of documents is decoded with the ladder that ``ladder_of`` makes from the others.
 
     Raises:
         TraceError: there are fewer documents than folds.
@@ -66,14 +51,14 @@ def held_out_replays(
         raise TraceError(
             f"{trace.num_documents} documents are too few to hold some out; {FOLDS} are needed"
         )
-    fold_of = np.arange(trace.num_documents) % FOLDS
-    fold_at = np.repeat(fold_of, np.diff(trace.doc_start))
-    accepted = np.zeros((len(sizes), trace.num_positions), dtype=np.int64)
+    fold_at = trace.fold_at
+    accepted = np.zeros((len(sizes), trace.num_positions), dtype=np.int16)
     for fold in range(FOLDS):
-        ladder = ladder_of(trace.documents(np.flatnonzero(fold_of != fold)))
+        held_out = trace.fold_of == fold
+        ladder = ladder_of(trace.documents(np.flatnonzero(~held_out)))
+        judged, here = trace.documents(np.flatnonzero(held_out)), fold_at == fold
         for row, size in zip(accepted, sizes, strict=True):
-            tree = ladder.tree(min(size, ladder.max_tree_size))
-            row[fold_at == fold] = accepted_at(trace, tree)[fold_at == fold]
+            row[here] = accepted_at(judged, ladder.tree(min(size, ladder.max_tree_size)))
     return [walk(trace, row) for row in accepted]
 
 
@@ -84,45 +69,58 @@ def predict(trace: RankTrace, request: Request) -> Interval:
 
 
 def size_curve(
-    trace: RankTrace, preset: Preset, request: Request, cost: StepCost, situation: tuple[int, int]
+    trace: RankTrace, request: Request, cost: StepCost, max_tree_size: int
 ) -> list[SizePoint]:
-    """Return held-out acceptance length and step time at each measured size on the ladder.
+    """Return what each measured size gives in each situation, plain decoding first.
 
-    ``situation`` is (batch, context), one that ``cost`` measured.
+    Sizes beyond ``max_tree_size`` count as that one, which then costs what they do.
     """
-    sizes = [size for size in cost.sizes(*situation) if size <= len(preset.ladder) + 1]
+    sizes_of = {
+        situation: sorted({min(size, max_tree_size) for size in cost.sizes(*situation)} - {1})
+        for situation in cost.situations()
+    }
+    sizes = sorted({NO_SPECULATION}.union(*sizes_of.values()))
     replays = held_out_replays(trace, partial(_grow, request=request), sizes)
+    length_of = dict(zip(sizes, intervals(replays), strict=True))
     return [
-        SizePoint(size, held_out.acceptance_length, cost.step_ms(size, *situation))
-        for size, held_out in zip(sizes, replays, strict=True)
+        SizePoint(*situation, size, length_of[size], _step_interval(cost, size, *situation))
+        for situation in cost.situations()
+        for size in (NO_SPECULATION, *sizes_of[situation])
     ]
 
 
-def best_size(curve: list[SizePoint], plain_ms: float) -> SizePoint:
-    """Return the point with the most tokens/s; of equals the smallest.
-
-    No speculation may win: then the point has tree_size 1 and the time of a plain step.
-    """
-    none = SizePoint(1, 1.0, plain_ms)
-    return max([none, *curve], key=lambda point: (point.tokens_per_s, -point.tree_size))
+def _step_interval(cost: StepCost, tree_size: int, batch: int, context: int) -> Interval:
+    plain = tree_size == NO_SPECULATION
+    time = cost.plain(batch, context) if plain else cost.step(tree_size, batch, context)
+    return Interval(time.step_ms, time.low_ms, time.high_ms)
 
 
 def preset_from_trace(
-    trace: RankTrace, file: Path, request: Request, *, name: str, command: str
+    trace: RankTrace,
+    file: Path,
+    request: Request,
+    *,
+    name: str,
+    command: str,
+    cost: StepCost | None = None,
+    on_warning: Warn = lambda message: None,
 ) -> Preset:
     """Return the preset that best-first search over ``trace``, read from ``file``, gives.
 
-    Its prediction is a replay of documents that the tree was not built from.
+    Its prediction is a replay of documents that the tree was not built from. With ``cost`` the
+    tree is cut to the size that is fastest on that machine; see `with_best_sizes`.
+
+    Raises:
+        TraceError: too few documents, or the trace does not name its models.
+        CostError: the cost is of other models, or of one tree size only.
     """
-    ladder = _grow(trace, request)
-    tree_size = min(request.tree_size, ladder.max_tree_size)
-    predicted = predict(trace, replace(request, tree_size=tree_size))
     source = _provenance_of(trace)
-    return Preset(
+    ladder = _grow(trace, request)
+    preset = Preset(
         name=name,
         ladder=ladder.paths,
         path_probs=_rounded(ladder.probs),
-        tree_size=tree_size,
+        tree_size=min(request.tree_size, ladder.max_tree_size),
         decoding=source["decoding"],
         backbone=_backbone_of(source),
         heads={
@@ -138,10 +136,30 @@ def preset_from_trace(
             "positions": trace.num_positions,
             "num_ranks": trace.num_ranks,
             "template_sha256": source["template_sha256"],
+            **{key: source[key] for key in ("data_sha256", "max_new_tokens") if key in source},
         },
-        predicted=_prediction(predicted),
         provenance=_provenance(command),
     )
+    if cost:
+        preset = with_best_sizes(preset, trace, cost, request, on_warning)
+    else:
+        predicted = predict(trace, replace(request, tree_size=preset.tree_size))
+        preset = replace(preset, predicted=_prediction(predicted))
+    for warning in _too_few_positions(preset, trace):
+        on_warning(warning)
+    return preset
+
+
+def _too_few_positions(preset: Preset, trace: RankTrace) -> Iterator[str]:
+    """Yield a warning when the tree's least probable path is expected too seldom in ``trace``."""
+    probs = (preset.path_probs or ())[: preset.tree_size - 1]
+    if probs and probs[-1] * trace.num_positions < MIN_COUNT:
+        needed = math.ceil(MIN_COUNT / max(probs[-1], 1e-6))
+        yield (
+            f"{trace.num_positions} calibrated positions are few for {preset.tree_size} rows: the "
+            f"last path is right {probs[-1] * trace.num_positions:.1f} times in so many; about "
+            f"{needed} are needed for {MIN_COUNT} times"
+        )
 
 
 def preset_from_rates(rates: FloatArray, request: Request, *, name: str, command: str) -> Preset:
@@ -191,35 +209,51 @@ def _preset_from_table(
     )
 
 
-def with_best_sizes(preset: Preset, trace: RankTrace, cost: StepCost, request: Request) -> Preset:
+def with_best_sizes(
+    preset: Preset,
+    trace: RankTrace,
+    cost: StepCost,
+    request: Request,
+    on_warning: Warn = lambda message: None,
+) -> Preset:
     """Return ``preset`` cut to the size that is fastest on the machine of ``cost``.
 
-    ``sizes`` gets the best size of every measured situation; ``tree_size`` is the first one's.
-    Sizes for a modelled machine are marked with its name.
+    ``sizes`` gets the best size of every measured situation, ``curve`` what every size gives;
+    ``tree_size`` is the first situation's. Sizes for a modelled machine are marked with its name.
 
     Raises:
-        CostError: the cost was measured with another backbone.
+        CostError: the cost is of other models or another dtype, or of one tree size only.
     """
-    sha256 = _provenance_of(trace)["backbone_sha256"]
-    if cost.measured and cost.machine.get("backbone_sha256") != sha256:
-        raise CostError(
-            f"the step costs were measured with backbone {cost.machine.get('backbone')}, "
-            f"the calibration with {trace.provenance['backbone']}"
-        )
-    sizes: list[Section] = []
+    cost.check_matches(_provenance_of(trace))
+    cost.check_choice()
+    points = size_curve(trace, request, cost, len(preset.ladder) + 1)
     label = {} if cost.measured else {"modelled": str(cost.machine["device"])}
-    for batch, context in cost.situations():
-        curve = size_curve(trace, preset, request, cost, (batch, context))
-        best = best_size(curve, cost.plain_ms(batch, context))
-        sizes.append({"batch": batch, "context": context, "tree_size": best.tree_size} | label)
-    chosen = sizes[0]["tree_size"]
-    predicted = predict(trace, replace(request, tree_size=chosen))
+    best = {where: best_point(known) for where, known in by_situation(points).items()}
+    for where, point in best.items():
+        for doubt in cost.doubts(*where, point.tree_size):
+            on_warning(doubt)
+    first = next(iter(best.values()))
     return replace(
         preset,
-        tree_size=chosen,
-        sizes=tuple(sizes),
-        predicted=_prediction(predicted),
+        tree_size=first.tree_size,
+        sizes=tuple(
+            {"batch": batch, "context": context, "tree_size": point.tree_size} | label
+            for (batch, context), point in best.items()
+        ),
+        curve=tuple(points),
+        cost=_cost_section(cost),
+        predicted=_prediction(first.acceptance_length),
     )
+
+
+def _cost_section(cost: StepCost) -> Section:
+    """Return what of the machine the curve depends on."""
+    known = ("device", "dtype", "threads")
+    return {
+        **{key: cost.machine[key] for key in known if key in cost.machine},
+        "compiled": bool(cost.machine.get("compiled_rows")),
+        "measured": cost.measured,
+    }
 
 
 _NEEDED = ("decoding", "backbone", "backbone_sha256", "heads", "heads_sha256", "heads_layout")

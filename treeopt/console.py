@@ -14,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from treeopt.cost import StepCost
-from treeopt.preset import Preset
+from treeopt.curve import NO_SPECULATION, by_situation
+from treeopt.preset import Preset, describe_size
 from treeopt.replay import Interval
 from treeopt.report import DecodeReport
 from treeopt.serving import Served
@@ -38,8 +39,11 @@ def say_compiling(num_rows: int) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Advance]:
-    """Show a progress bar; yield a function that takes (new units, new tokens)."""
+def progress(what: str, total: int | None) -> Iterator[Advance]:
+    """Show a progress bar, of ``total`` units if that is known.
+
+    Yields a function that takes (new units, new tokens).
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -104,13 +108,38 @@ def show_build(preset: Preset, out: str, as_json: bool) -> None:
         value["replayed_acceptance_length"] = predicted["acceptance_length"]
     if preset.sizes:
         value["sizes"] = list(preset.sizes)
+    if preset.curve:
+        value["curve"] = [
+            {**point.as_row(), "tokens_per_s": round(point.tokens_per_s.value, 2)}
+            for point in preset.curve
+        ]
     row = {
-        "rows": preset.tree_size,
+        "rows": describe_size(preset.tree_size),
         "depth": preset.tree.depth,
         "expected": value["expected_acceptance_length"],
         "predicted acceptance length": _predicted(predicted),
     }
     emit(as_json, value, [row], f"{preset.name} -> {out}")
+    if not as_json:
+        for line in _choice(preset):
+            stdout.print(line)
+
+
+def show_curve(preset: Preset) -> None:
+    """Print what each tree size gives, a table per situation, the best size marked."""
+    best = {(row["batch"], row["context"]): row["tree_size"] for row in preset.sizes}
+    for (batch, context), points in by_situation(preset.curve).items():
+        rows = [
+            {
+                "rows": describe_size(point.tree_size),
+                "acceptance length": _interval(point.acceptance_length),
+                "step, ms": _interval(point.step_ms, 1),
+                "tokens/s": _interval(point.tokens_per_s, 1),
+                "": "best" if point.tree_size == best.get((batch, context)) else "",
+            }
+            for point in points
+        ]
+        emit(False, {}, rows, f"Batch {batch}, context {context}, {preset.describe_cost()}")
 
 
 def show_cost(cost: StepCost, out: str, as_json: bool) -> None:
@@ -187,8 +216,11 @@ def show_served(preset: Preset, sides: Sequence[Served], setting: Row, as_json: 
 
 def describe(preset: Preset) -> str:
     """Return the head of a preset as text."""
+    size = f"{preset.tree_size} rows, {preset.tree.depth} deep"
+    if preset.tree_size == NO_SPECULATION:
+        size = "no speculation: plain decoding, the tree is its root alone"
     lines = [
-        f"{preset.name}: {preset.tree_size} rows, {preset.tree.depth} deep",
+        f"{preset.name}: {size}",
         f"decoding: {preset.describe_rule()}",
     ]
     if preset.backbone:
@@ -197,13 +229,23 @@ def describe(preset: Preset) -> str:
         lines.append(f"imported from {preset.imported['source']}")
     if preset.predicted:
         lines.append(f"predicted acceptance length {_predicted(preset.predicted)}")
-    lines += [f"best size at {situation}" for situation in preset.describe_sizes()]
+    lines += _choice(preset)
     for row in preset.measured:
         lines.append(
             f"measured {row['acceptance_length']} tokens/step, {row['speedup_vs_plain']}x plain, "
             f"{row['speedup_vs_generate']}x generate ({row['dtype']}, {row['device']})"
         )
     return "\n".join(lines)
+
+
+def _choice(preset: Preset) -> list[str]:
+    """Return the best size of each situation, with what it gives where the curve says so."""
+    lines = []
+    for situation, row in zip(preset.describe_sizes(), preset.sizes, strict=True):
+        point = preset.point(row["tree_size"], row["batch"], row["context"])
+        speed = f", {_interval(point.tokens_per_s, 1)} tokens/s predicted" if point else ""
+        lines.append(f"best size at {situation}{speed}")
+    return lines
 
 
 def _predicted(predicted: Row) -> str:
@@ -254,8 +296,11 @@ def _rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def _interval(interval: Interval) -> str:
-    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+def _interval(interval: Interval, places: int = 3) -> str:
+    value, low, high = (
+        f"{bound:.{places}f}" for bound in (interval.value, interval.low, interval.high)
+    )
+    return f"{value} [{low}, {high}]"
 
 
 def _ratio(interval: Interval) -> str:

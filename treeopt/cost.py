@@ -13,12 +13,20 @@ from treeopt.errors import CostError
 from treeopt.files import read_json, write_text
 
 SCHEMA = "treeopt.cost/1"
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # unless the user names others
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # where edges cannot be searched for
+
+# What a cost file must share with a calibration: key -> where its name is.
+_MUST_MATCH = {
+    "backbone_sha256": "backbone",
+    "heads_sha256": "heads",
+    "dtype": "dtype",
+    "device": "device",
+}
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Median time of one step in one situation, with the quartiles of its repeats.
+    """Median time of one step in one situation, with the 95 % interval of that median.
 
     A ``tree_size`` of 0 is a plain decode step: one row, no heads.
     """
@@ -69,11 +77,15 @@ class StepCost:
         """Return the measured tree sizes of a situation, rising."""
         return [row.tree_size for row in self._rows(batch, context) if row.tree_size > 0]
 
-    def plain_ms(self, batch: int, context: int) -> float:
+    def plain(self, batch: int, context: int) -> StepTime:
         """Return the time of a plain decode step."""
-        return self._rows(batch, context)[0].step_ms
+        return self._rows(batch, context)[0]
 
-    def step_ms(self, tree_size: int, batch: int, context: int) -> float:
+    def plain_ms(self, batch: int, context: int) -> float:
+        """Return the median time of a plain decode step."""
+        return self.plain(batch, context).step_ms
+
+    def step(self, tree_size: int, batch: int, context: int) -> StepTime:
         """Return the time of a step with ``tree_size`` rows, root included.
 
         Raises:
@@ -81,11 +93,15 @@ class StepCost:
         """
         for row in self._rows(batch, context):
             if row.tree_size >= max(tree_size, 1):
-                return row.step_ms
+                return row
         raise CostError(
             f"no step of {tree_size} rows was measured at batch {batch}, context {context}; "
             f"the largest is {self.sizes(batch, context)[-1]}"
         )
+
+    def step_ms(self, tree_size: int, batch: int, context: int) -> float:
+        """Return the median time of a step with ``tree_size`` rows, root included."""
+        return self.step(tree_size, batch, context).step_ms
 
     def nearest(self, batch: int, context: int) -> tuple[int, int]:
         """Return the measured situation of this ``batch`` whose context is closest."""
@@ -121,18 +137,51 @@ class StepCost:
         except (KeyError, TypeError, ValueError) as error:
             raise CostError(f"{path} is damaged: {error}") from error
 
-    def check_matches(self, expected: dict[str, Any]) -> None:
-        """Raise CostError when a key of ``expected`` differs from the machine measured here.
+    def check_matches(self, provenance: dict[str, Any]) -> None:
+        """Raise CostError when ``provenance`` names another model, dtype or device than this.
 
-        Modelled times are for any weights of a shape, so nothing is compared.
+        What only one of the two knows is not compared. Modelled times are for any weights of a
+        shape and any 16-bit dtype, so nothing is.
         """
         if not self.measured:
             return
-        for key, value in expected.items():
-            if self.machine.get(key) != value:
+        for key, name in _MUST_MATCH.items():
+            values = self.machine.get(key), provenance.get(key)
+            if None in values or values[0] == values[1]:
+                continue
+            ours, theirs = (
+                f"{source.get(name)}" + (f" (sha256 {str(value)[:8]})" if key != name else "")
+                for source, value in zip((self.machine, provenance), values, strict=True)
+            )
+            raise CostError(
+                f"the step costs were measured with {name} {ours}, the calibration with {theirs}; "
+                "make both with the same"
+            )
+
+    def check_choice(self) -> None:
+        """Raise CostError when a situation has one tree size only, so that there is no choice."""
+        for batch, context in self.situations():
+            if len(sizes := self.sizes(batch, context)) < 2:
                 raise CostError(
-                    f"the cost file was made for {key} {self.machine.get(key)!r}, not {value!r}"
+                    f"batch {batch}, context {context}: {sizes[0]} is the only tree size measured; "
+                    "a choice takes two (`treeopt profile` without --sizes measures enough)"
                 )
+
+    def doubts(self, batch: int, context: int, best: int) -> list[str]:
+        """Return what says that the sizes do not show where the best one, ``best``, lies."""
+        sizes = self.sizes(batch, context)
+        where = f"batch {batch}, context {context}"
+        smallest, largest = (self.step(size, batch, context) for size in (sizes[0], sizes[-1]))
+        found = []
+        if largest.low_ms <= smallest.high_ms:
+            found.append(
+                f"{where}: a step of {largest.tree_size} rows took {largest.step_ms:.1f} ms, of "
+                f"{smallest.tree_size} {smallest.step_ms:.1f} ms; where more rows cost nothing, "
+                "the choice of size is the noise's: measure again, with larger --sizes too"
+            )
+        if best == sizes[-1]:
+            found.append(f"{where}: {best} rows are best, the most measured; more may be better")
+        return found
 
     def _rows(self, batch: int, context: int) -> Sequence[StepTime]:
         rows = [row for row in self.times if (row.batch, row.context) == (batch, context)]

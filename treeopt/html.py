@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from treeopt.preset import Preset
-from treeopt.replay import CONFIDENCE
+from treeopt.curve import by_situation
+from treeopt.preset import Preset, describe_size
+from treeopt.replay import CONFIDENCE, Interval
 from treeopt.svg import escaped
 
-Point = Mapping[str, Any]
+Point = tuple[int, Interval]  # a tree size and a value there
 Section = Mapping[str, Any]
 Row = tuple[str, Sequence[str]]
 
@@ -39,6 +40,13 @@ _MEASURED = {
     "treeopt": ("treeopt", "{}"),
     "measured on": ("created", "{}"),
 }
+
+# Title of a chart, what of a `SizePoint` it draws, and where its vertical axis starts.
+_CHARTS = (
+    ("acceptance length (tokens a step)", "acceptance_length", 1.0),
+    ("step time (ms)", "step_ms", 0.0),
+    ("tokens/s", "tokens_per_s", 0.0),
+)
 
 _WIDTH, _HEIGHT = 440, 270  # of a chart, and the edges of its plot, in pixels
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, _WIDTH - 12, 36, _HEIGHT - 44
@@ -70,20 +78,19 @@ td { min-width: 8.5rem; overflow-wrap: anywhere; }
 .charts .title { fill: var(--ink); font-weight: 600; }
 .grid { stroke: var(--rule); } .point { fill: var(--accent); }
 .curve { fill: none; stroke: var(--accent); stroke-width: 2; }
+.band { fill: var(--accent); opacity: .2; }
 .chosen { stroke: var(--mark); stroke-dasharray: 4 3; }
 .charts .mark { fill: var(--mark); font-weight: 600; }
 p { margin: .4rem 0; color: var(--muted); }
 """
 
 
-def html_report(preset: Preset, svg: str, curve: Sequence[Point] | None = None) -> str:
+def html_report(preset: Preset, svg: str) -> str:
     """Return one HTML page that needs no other file and no network.
 
     Args:
-        preset: what the page shows, its ``measured`` entries included.
+        preset: what the page shows, its ``measured`` entries and its ``curve`` included.
         svg: text of the tree's picture, put into the page as it is: our own, never a stranger's.
-        curve: ``{tree_size, acceptance_length, step_ms, tokens_per_s}`` by rising size, drawn as
-            two charts in which the preset's size is marked. All predicted.
     """
     name = escaped(preset.name)
     sections = [
@@ -91,8 +98,8 @@ def html_report(preset: Preset, svg: str, curve: Sequence[Point] | None = None) 
         _section("Tree", f'<div class="scroll picture">{_inline(svg)}</div>'),
         _section("Measured", _measured(preset)),
     ]
-    if curve:
-        sections.append(_section("Choice of tree size", _charts(curve, preset.tree_size)))
+    if preset.curve:
+        sections.append(_section("Choice of tree size", _charts(preset)))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -210,11 +217,26 @@ def _provenance(preset: Preset) -> str:
     return f"<p>{escaped(made)} <code>{escaped(known['command'])}</code></p>\n"
 
 
-def _charts(curve: Sequence[Point], chosen: int) -> str:
-    length = _chart("acceptance length (tokens a step)", curve, "acceptance_length", 1.0, chosen)
-    speed = _chart("tokens/s", curve, "tokens_per_s", 0.0, chosen)
-    note = f"Predicted from calibration and step cost. Dashed: the chosen tree_size, {chosen}."
-    return f'<div class="charts">\n{length}\n{speed}\n</div>\n<p>{note}</p>'
+def _charts(preset: Preset) -> str:
+    """Return three charts for each batch size and context length that the curve holds."""
+    best = {(row["batch"], row["context"]): row["tree_size"] for row in preset.sizes}
+    parts = []
+    for (batch, context), points in by_situation(preset.curve).items():
+        chosen = best.get((batch, context), preset.tree_size)
+        charts = [
+            _chart(title, [(p.tree_size, getattr(p, key)) for p in points], floor, chosen)
+            for title, key, floor in _CHARTS
+        ]
+        where = f"Batch {batch}, context {context}: {describe_size(chosen)} is best."
+        parts.append(
+            f"<p>{where}</p>\n" + '<div class="charts">\n' + "\n".join(charts) + "\n</div>"
+        )
+    note = (
+        f"Predicted from the calibration and the step times of {escaped(preset.describe_cost())}. "
+        f"Shaded: {100 * CONFIDENCE:.0f} % intervals. Dashed: the best tree_size, the smallest "
+        "within the interval of the most tokens/s. A tree_size of 1 is plain decoding."
+    )
+    return "\n".join(parts) + f"\n<p>{note}</p>"
 
 
 class _Plot(NamedTuple):
@@ -231,16 +253,16 @@ class _Plot(NamedTuple):
         return _LEFT + across * (_RIGHT - _LEFT), _BOTTOM - up * (_BOTTOM - _TOP)
 
 
-def _chart(title: str, curve: Sequence[Point], key: str, floor: float, chosen: int) -> str:
-    """Return a line chart of ``key`` over tree_size as SVG; its vertical axis starts at floor."""
-    ticks = _ticks(floor, max(point[key] for point in curve))
-    plot = _Plot(max(2, *(point["tree_size"] for point in curve)), floor, ticks[-1])
+def _chart(title: str, curve: Sequence[Point], floor: float, chosen: int) -> str:
+    """Return a line chart over tree_size as SVG; its vertical axis starts at floor."""
+    ticks = _ticks(floor, max(interval.high for _, interval in curve))
+    plot = _Plot(max(2, *(size for size, _ in curve)), floor, ticks[-1])
     view = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
     parts = [
         f'<svg {view} role="img" aria-label="{title}">',
         f'<text class="title" x="4" y="18">{title}</text>',
         *_axes(plot, ticks),
-        *_points(plot, curve, key, chosen),
+        *_points(plot, curve, chosen),
         "</svg>",
     ]
     return "\n".join(parts)
@@ -260,18 +282,23 @@ def _axes(plot: _Plot, ticks: Sequence[float]) -> Iterator[str]:
     yield f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">tree_size</text>'
 
 
-def _points(plot: _Plot, curve: Sequence[Point], key: str, chosen: int) -> Iterator[str]:
-    places = [plot.at(point["tree_size"], point[key]) for point in curve]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    yield f'<polyline class="curve" points="{line}"/>'
-    for point, (x, y) in zip(curve, places, strict=True):
-        is_chosen = point["tree_size"] == chosen
-        if is_chosen:
-            yield _mark(x, f"{chosen}: {point[key]:.2f}")
-        tip = f"tree_size {point['tree_size']}: {point[key]:.2f}, {point['step_ms']:.1f} ms a step"
-        radius = 5 if is_chosen else 2.5
+def _points(plot: _Plot, curve: Sequence[Point], chosen: int) -> Iterator[str]:
+    upper = [plot.at(size, interval.high) for size, interval in curve]
+    lower = [plot.at(size, interval.low) for size, interval in curve]
+    yield f'<polygon class="band" points="{_places(upper + lower[::-1])}"/>'
+    places = [plot.at(size, interval.value) for size, interval in curve]
+    yield f'<polyline class="curve" points="{_places(places)}"/>'
+    for (size, interval), (x, y) in zip(curve, places, strict=True):
+        text = f"{size}: {interval.value:.2f}"
+        if size == chosen:
+            yield _mark(x, text)
+        radius = 5 if size == chosen else 2.5
         yield f'<circle class="point" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">'
-        yield f"<title>{tip}</title></circle>"
+        yield f"<title>tree_size {text} ({interval.low:.2f}–{interval.high:.2f})</title></circle>"
+
+
+def _places(places: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 
 def _mark(x: float, text: str) -> str:

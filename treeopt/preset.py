@@ -7,6 +7,7 @@ refused. Unknown keys are errors, so a mistyped key cannot be ignored.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from treeopt.curve import NO_SPECULATION, SizePoint
 from treeopt.errors import PresetError, TreeError
 from treeopt.files import read_text, write_text
 from treeopt.tree import Path as TreePath
@@ -29,6 +31,7 @@ Check = Callable[[Any], bool]
 _TEXT: Check = lambda value: isinstance(value, str)  # noqa: E731
 _COUNT: Check = lambda value: type(value) is int and value >= 0  # noqa: E731
 _NUMBER: Check = lambda value: type(value) in (int, float)  # noqa: E731
+_POSITIVE: Check = lambda value: _NUMBER(value) and 0 < value < math.inf  # noqa: E731
 _BOOL: Check = lambda value: isinstance(value, bool)  # noqa: E731
 _ANY: Check = lambda value: True  # noqa: E731
 
@@ -48,6 +51,15 @@ _SECTIONS: dict[str, dict[str, Check]] = {
         "positions": _COUNT,
         "num_ranks": _COUNT,
         "template_sha256?": _TEXT,
+        "data_sha256?": _TEXT,
+        "max_new_tokens?": _COUNT,
+    },
+    "cost": {
+        "device?": _TEXT,
+        "dtype?": _TEXT,
+        "threads?": _COUNT,
+        "compiled": _BOOL,
+        "measured": _BOOL,
     },
     "predicted": {
         "acceptance_length": _NUMBER,
@@ -71,6 +83,15 @@ _SIZE: dict[str, Check] = {
     "context": _COUNT,
     "tree_size": _COUNT,
     "modelled?": _TEXT,  # the device whose step times were modelled, not measured
+}
+_POINT: dict[str, Check] = {
+    "batch": _COUNT,
+    "context": _COUNT,
+    "tree_size": _COUNT,
+    **{
+        key: _POSITIVE
+        for key in ("acceptance_length", "low", "high", "step_ms", "step_low_ms", "step_high_ms")
+    },
 }
 _MEASURED: dict[str, Check] = {
     "tree_size": _COUNT,
@@ -98,6 +119,7 @@ _MEASURED: dict[str, Check] = {
     "transformers": _TEXT,
     "created": _TEXT,
 }
+_LISTS = {"sizes": _SIZE, "curve": _POINT, "measured": _MEASURED}
 
 
 @dataclass(frozen=True)
@@ -107,6 +129,7 @@ class Preset:
     ladder: paths below the root in best-first order; ``tree`` is the first ``tree_size - 1``.
     path_probs: the acceptance model's probability of each path on the ladder.
     sizes: the cut table, ``{batch, context, tree_size}`` per measured situation.
+    curve: what each measured size gives; ``cost``: the machine it was measured on.
     imported: set when another project published the tree.
     The other sections are as the schema names them; ``None`` where unknown.
     """
@@ -119,6 +142,8 @@ class Preset:
     backbone: Section | None = None
     heads: Section | None = None
     sizes: tuple[Section, ...] = ()
+    curve: tuple[SizePoint, ...] = ()
+    cost: Section | None = None
     calibration: Section | None = None
     predicted: Section | None = None
     imported: Section | None = None
@@ -180,10 +205,25 @@ class Preset:
     def describe_sizes(self) -> list[str]:
         """Return the cut table, a text per situation; sizes that were modelled say so."""
         return [
-            f"batch {row['batch']}, context {row['context']}: {row['tree_size']}"
+            f"batch {row['batch']}, context {row['context']}: {describe_size(row['tree_size'])}"
             + (f" (modelled for {row['modelled']})" if "modelled" in row else "")
             for row in self.sizes
         ]
+
+    def describe_cost(self) -> str:
+        """Return the machine that the curve speaks of."""
+        cost = self.cost or {}
+        known = [cost.get("device", "an unknown machine"), cost.get("dtype", "")]
+        if "threads" in cost:
+            known.append(f"{cost['threads']} threads")
+        known.append("compiled" if cost.get("compiled") else "")
+        known.append("" if cost.get("measured", True) else "modelled, not measured")
+        return ", ".join(text for text in known if text)
+
+    def point(self, tree_size: int, batch: int, context: float) -> SizePoint | None:
+        """Return the curve's point of a size at this batch and the nearest context, if any."""
+        points = [p for p in self.curve if (p.batch, p.tree_size) == (batch, tree_size)]
+        return min(points, key=lambda point: abs(point.context - context), default=None)
 
     def with_measured(self, measured: Section) -> Preset:
         """Return the preset with one more validation result."""
@@ -201,9 +241,11 @@ class Preset:
         value["tree"] = {"tree_size": self.tree_size, "ladder": [list(p) for p in self.ladder]}
         if self.path_probs is not None:
             value["tree"]["path_probs"] = list(self.path_probs)
-        for key in ("sizes", "calibration", "predicted", "imported", "measured", "provenance"):
-            section = getattr(self, key)
-            value[key] = list(section) if isinstance(section, tuple) else section
+        value["sizes"], value["cost"] = list(self.sizes), self.cost
+        value["curve"] = [point.as_row() for point in self.curve]
+        for key in ("calibration", "predicted", "imported"):
+            value[key] = getattr(self, key)
+        value["measured"], value["provenance"] = list(self.measured), self.provenance
         present = {key: section for key, section in value.items() if section not in (None, [])}
         return yaml.dump(
             present,
@@ -213,6 +255,11 @@ class Preset:
             width=100,
             allow_unicode=True,
         )
+
+
+def describe_size(tree_size: int) -> str:
+    """Return a size in words where it is no tree."""
+    return "no speculation" if tree_size == NO_SPECULATION else str(tree_size)
 
 
 def load_preset(name_or_path: str | Path) -> Preset:
@@ -263,7 +310,7 @@ def _from_value(value: Any) -> Preset:
             "name": _TEXT,
             "tree": _ANY,
             "decoding": _ANY,
-            **{f"{key}?": _ANY for key in (*_SECTIONS, "sizes", "measured") if key != "decoding"},
+            **{f"{key}?": _ANY for key in (*_SECTIONS, *_LISTS) if key != "decoding"},
         },
     )
     _check_keys(
@@ -272,11 +319,11 @@ def _from_value(value: Any) -> Preset:
     for key, section in value.items():
         if key in _SECTIONS:
             _check_keys(key, section, _SECTIONS[key])
-        elif key in ("sizes", "measured"):
+        elif key in _LISTS:
             if not isinstance(section, list):
                 raise PresetError(f"{key} must be a list, not {section!r}")
             for index, row in enumerate(section):
-                _check_keys(f"{key}[{index}]", row, _SIZE if key == "sizes" else _MEASURED)
+                _check_keys(f"{key}[{index}]", row, _LISTS[key])
     tree = value["tree"]
     sections = {key: value.get(key) for key in _SECTIONS}
     return Preset(
@@ -285,6 +332,7 @@ def _from_value(value: Any) -> Preset:
         tree_size=tree["tree_size"],
         path_probs=tuple(tree["path_probs"]) if "path_probs" in tree else None,
         sizes=tuple(value.get("sizes", ())),
+        curve=tuple(map(SizePoint.from_row, value.get("curve", ()))),
         measured=tuple(value.get("measured", ())),
         **sections,
     )

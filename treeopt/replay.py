@@ -8,7 +8,7 @@ Legend: ``S`` documents, ``P`` positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,8 @@ from treeopt.tree import NO_CHILD, ROOT, Tree
 Documents = NDArray[np.int64]  # indices of documents, repeats allowed
 
 CONFIDENCE = 0.95
-_RESAMPLES = 2000
+_BOUNDS = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
+_RESAMPLES, _AT_ONCE = 2000, 100
 _CHUNK = 1 << 16  # positions walked at once: the working set stays in cache
 
 
@@ -41,12 +42,12 @@ class Replay:
 
     tokens: int64 [S] — tokens emitted by steps, so all but the first, which prefill gives.
     steps: int64 [S] — verify calls.
-    num_accepted: int64 [steps of all documents] — draft tokens accepted, in decoding order.
+    num_accepted: int16 [steps of all documents] — draft tokens accepted, in decoding order.
     """
 
     tokens: NDArray[np.int64]
     steps: NDArray[np.int64]
-    num_accepted: NDArray[np.int64]
+    num_accepted: NDArray[np.int16]
 
     @property
     def acceptance_length(self) -> float:
@@ -55,7 +56,7 @@ class Replay:
 
     def interval(self) -> Interval:
         """Return the acceptance length with its interval."""
-        return bootstrap(self._length_of, len(self.tokens))
+        return intervals([self])[0]
 
     def _length_of(self, documents: Documents) -> float:
         return float(self.tokens[documents].sum() / max(self.steps[documents].sum(), 1))
@@ -71,7 +72,7 @@ def replay(trace: RankTrace, tree: Tree | DynamicTree) -> Replay:
     return walk(trace, accepted_at(trace, tree))
 
 
-def walk(trace: RankTrace, accepted: NDArray[np.int64]) -> Replay:
+def walk(trace: RankTrace, accepted: NDArray[np.int16]) -> Replay:
     """Return the replay in which a step at position p accepts ``accepted[p]`` draft tokens.
 
     Raises:
@@ -85,8 +86,8 @@ def walk(trace: RankTrace, accepted: NDArray[np.int64]) -> Replay:
     return Replay(np.diff(trace.doc_start) - 1, steps, accepted[starts])
 
 
-def accepted_at(trace: RankTrace, tree: Tree | DynamicTree) -> NDArray[np.int64]:
-    """Return int64 [P]: draft tokens a step at each position would accept with ``tree``.
+def accepted_at(trace: RankTrace, tree: Tree | DynamicTree) -> NDArray[np.int16]:
+    """Return int16 [P]: draft tokens a step at each position would accept with ``tree``.
 
     Raises:
         TreeError: the tree needs more heads or ranks than the trace has.
@@ -96,8 +97,8 @@ def accepted_at(trace: RankTrace, tree: Tree | DynamicTree) -> NDArray[np.int64]
     tree = tree.universe if isinstance(tree, DynamicTree) else tree
     table = _transitions(tree, trace.num_ranks)
     flat, width, missed = table.ravel(), table.shape[1], tree.tree_size
-    depths = np.append(tree.depths, 0)
-    accepted = np.zeros(trace.num_positions, dtype=np.int64)
+    depths = np.append(tree.depths, 0).astype(np.int16)
+    accepted = np.zeros(trace.num_positions, dtype=np.int16)
     chunk = _CHUNK // 16 if dynamic else _CHUNK  # a dynamic tree weighs every node
     for first in range(0, trace.num_positions, chunk):
         ranks = trace.ranks[first : first + chunk, : tree.depth].astype(np.int32)
@@ -125,7 +126,7 @@ def _transitions(tree: Tree, num_ranks: int) -> NDArray[np.int32]:
     return table
 
 
-def step_starts(trace: RankTrace, accepted: NDArray[np.int64]) -> NDArray[np.bool_]:
+def step_starts(trace: RankTrace, accepted: NDArray[np.int16]) -> NDArray[np.bool_]:
     """Return bool [P]: where decoding starts a step, given what each position would accept.
 
     The first step of a document starts at its first token; the next one behind the accepted
@@ -139,6 +140,24 @@ def step_starts(trace: RankTrace, accepted: NDArray[np.int64]) -> NDArray[np.boo
         starts[position] = True
         position = position + accepted[position] + 1
     return starts
+
+
+def intervals(replays: Sequence[Replay]) -> list[Interval]:
+    """Return the acceptance lengths of replays of the same documents, each with its interval.
+
+    All are resampled alike: entry i is ``bootstrap`` of replay i's acceptance length.
+    """
+    tokens = np.stack([one.tokens for one in replays], axis=1).astype(np.float64)  # [S, replays]
+    steps = np.stack([one.steps for one in replays], axis=1).astype(np.float64)
+    num_documents = len(tokens)
+    lengths = []
+    for drawn in _resamples(num_documents):
+        times = np.stack([np.bincount(row, minlength=num_documents) for row in drawn])
+        counts = times.astype(np.float64)
+        lengths.append(counts @ tokens / np.maximum(counts @ steps, 1))
+    low, high = np.quantile(np.concatenate(lengths), _BOUNDS, axis=0)
+    values = [one.acceptance_length for one in replays]
+    return [Interval(*bounds) for bounds in zip(values, low.tolist(), high.tolist(), strict=True)]
 
 
 def difference(first: Replay, second: Replay) -> Interval:
@@ -156,9 +175,13 @@ def bootstrap(
 
     Whole documents are drawn, because positions within one are alike.
     """
-    generator = np.random.default_rng(seed)
-    drawn = generator.integers(num_documents, size=(_RESAMPLES, num_documents))
-    resampled = [statistic(documents) for documents in drawn]
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(resampled, [tail, 1 - tail])
+    resampled = [statistic(row) for drawn in _resamples(num_documents, seed) for row in drawn]
+    low, high = np.quantile(resampled, _BOUNDS)
     return Interval(float(statistic(np.arange(num_documents))), float(low), float(high))
+
+
+def _resamples(num_documents: int, seed: int = 0) -> Iterator[Documents]:
+    """Yield the resamples, int64 [some, S] at a time; a seed always gives the same ones."""
+    generator = np.random.default_rng(seed)
+    for _ in range(_RESAMPLES // _AT_ONCE):
+        yield generator.integers(num_documents, size=(_AT_ONCE, num_documents))

@@ -298,7 +298,7 @@ def _serve(
     """Return what ``policy`` makes of ``workload`` in batches of at most ``len(costs)``."""
 
     @cache
-    def accepted(cut: int) -> NDArray[np.int64]:
+    def accepted(cut: int) -> NDArray[np.int16]:
         return accepted_at(trace, Tree.from_paths(ladder[: cut - 1]))
 
     arrival_s = workload.arrival_s

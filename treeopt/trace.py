@@ -26,6 +26,7 @@ from treeopt.files import replacing, sort_safetensors_header
 
 SCHEMA = "treeopt.trace/1"
 MISSED = -1
+FOLDS = 5  # parts that documents are dealt into, to judge on one what the others taught
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,19 @@ class RankTrace:
         ends = np.repeat(self.doc_start[1:], np.diff(self.doc_start))
         left: NDArray[np.int64] = ends - 1 - np.arange(self.num_positions)
         return np.minimum(left, self.num_heads)
+
+    @cached_property
+    def fold_of(self) -> NDArray[np.int64]:
+        """int64 [S]: the fold of each document, below ``FOLDS``.
+
+        Documents are dealt in turn, so that an order by category is spread over all folds.
+        """
+        return np.arange(self.num_documents) % FOLDS
+
+    @property
+    def fold_at(self) -> NDArray[np.int64]:
+        """int64 [P]: the fold of each position's document."""
+        return np.repeat(self.fold_of, np.diff(self.doc_start))
 
     def hits(self) -> NDArray[np.int64]:
         """int64 [K, R]: ``hits[k-1, r]`` counts positions where head k's rank-r guess was right."""
