@@ -285,12 +285,18 @@ def replay(preset_name: str, calibration: Path | None, as_json: bool) -> None:
 @json_option
 def compare(preset_names: tuple[str, str], calibration: Path | None, as_json: bool) -> None:
     """Compare two presets on the same calibration: paired difference with interval."""
+    from treeopt.files import sha256_of_file
     from treeopt.preset import load_preset
     from treeopt.replay import difference
     from treeopt.replay import replay as walk
 
-    _, trace = load_trace(calibration)
-    first, second = (walk(trace, load_preset(name).tree) for name in preset_names)
+    file, trace = load_trace(calibration)
+    presets = [load_preset(name) for name in preset_names]
+    for preset in presets:
+        preset.check_models_of(trace)
+        if (preset.calibration or {}).get("sha256") == sha256_of_file(file):
+            warn(f"{preset.name} was built from {file}, which flatters it; compare on other text")
+    first, second = (walk(trace, preset.tree) for preset in presets)
     interval = difference(first, second)
     row = {
         "a": round(first.acceptance_length, 4),
@@ -367,7 +373,7 @@ def validate(
     **models: str | None,
 ) -> None:
     """Decode for real: tokens/s, acceptance length, overhead, speedup, equality."""
-    from calibration.validation import measured_section, run_validation
+    from calibration.validation import contradiction, measured_section, run_validation
     from treeopt.preset import load_preset
 
     preset = load_preset(preset_name)
@@ -393,6 +399,10 @@ def validate(
     console.show_report(preset, report, as_json)
     if not report.equal:
         fail("tree decoding differs from plain decoding; the output is not preserved")
+    if found := contradiction(preset, report, dataset, max_new_tokens):
+        if found.fails:
+            fail(f"{found.text}; the models, the tree or the decoder have changed")
+        warn(found.text)
 
 
 @main.command()

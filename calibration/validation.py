@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from calibration.data import Dataset, held_out_prompts, read_dataset
+from calibration.data import Dataset, held_out_prompts, read_dataset, shipped_prompts
 from treeopt.decoder.plain import room_for
 from treeopt.decoder.tree import TreeDecoder
 from treeopt.decoder.validate import explain_mismatch, validate
@@ -15,6 +15,8 @@ from treeopt.models.heads import MedusaHeads, compile_models
 from treeopt.preset import Preset, Section
 from treeopt.provenance import library_versions, now
 from treeopt.report import DecodeReport
+
+MIN_PROMPTS = 5  # below, an interval over prompts means little
 
 
 def run_validation(
@@ -55,6 +57,51 @@ def run_validation(
         first = min(report.mismatches, key=lambda m: (m.is_near_tie, m.document))
         on_mismatch(explain_mismatch(decoder, prompts[first.document], first))
     return report, dataset
+
+
+class Contradiction(NamedTuple):
+    """How a measured acceptance length contradicts the predicted one.
+
+    fails: whether the text was such that it should not.
+    """
+
+    text: str
+    fails: bool
+
+
+def contradiction(
+    preset: Preset, report: DecodeReport, dataset: Dataset, max_new_tokens: int
+) -> Contradiction | None:
+    """Return how the measured acceptance length contradicts the prediction, None if it does not.
+
+    It does when it lies outside the prediction's interval, widened by its own: when the two do not
+    meet. A prediction under another rule than the greedy one, or without an interval, says nothing
+    here, and neither do fewer than ``MIN_PROMPTS`` prompts.
+
+    The prediction is of text like the calibration's, with answers as long. Of other text, a
+    contradiction may be the text's doing; on the calibration's own prompts a tree does better than
+    predicted, because it was built from them.
+    """
+    predicted, measured = preset.predicted or {}, report.acceptance_length
+    is_known = {"low", "high"} <= predicted.keys() and preset.decoding["rule"] == "greedy"
+    if not is_known or len(report.prompts) < MIN_PROMPTS:
+        return None
+    if measured.low <= predicted["high"] and predicted["low"] <= measured.high:
+        return None
+    known = preset.calibration or {}
+    text = (
+        f"measured acceptance length {measured.value:.3f} [{measured.low:.3f}, "
+        f"{measured.high:.3f}], predicted {predicted['acceptance_length']:.3f} "
+        f"[{predicted['low']:.3f}, {predicted['high']:.3f}]"
+    )
+    if known.get("max_new_tokens") != max_new_tokens:
+        return Contradiction(f"{text} of answers of another length", False)
+    if known.get("data_sha256") == dataset.sha256:
+        return Contradiction(f"{text} on the same prompts", measured.high < predicted["low"])
+    alike = {read_dataset(file).sha256 for file in (shipped_prompts(), held_out_prompts())}
+    if {known.get("data_sha256"), dataset.sha256} == alike:
+        return Contradiction(f"{text} of prompts of the same kind", True)
+    return Contradiction(f"{text} of other prompts", False)
 
 
 def measured_section(report: DecodeReport, dataset: Dataset) -> Section:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from treeopt.acceptance import (
     BACK_OFF,
+    BACK_OFFS,
     MODELS,
     IndependentAcceptance,
     JointAcceptance,
@@ -22,7 +23,7 @@ from treeopt.acceptance import (
     rates_from_table,
     rates_of,
 )
-from treeopt.errors import TableError, TraceError
+from treeopt.errors import TableError, TraceError, TreeError
 from treeopt.trace import MISSED, RankTrace
 
 Make = Callable[..., RankTrace]
@@ -104,8 +105,53 @@ def test_joint_backs_off_to_pooled_rates(make_trace: Make, back_off: float) -> N
     assert model.ranked_children((2,)) == RankedChildren([0, 1], [2 / 4, 1 / 4])
 
 
-def test_back_off_default_is_stated(make_trace: Make) -> None:
+def test_paths_beyond_the_heads_are_refused(make_trace: Make) -> None:
+    for model in (IndependentAcceptance(np.array([[0.5]])), JointAcceptance(make_trace(SMALL))):
+        path = (0,) * (model.num_heads + 1)
+        message = f"is {len(path)} deep but there are only {model.num_heads} heads"
+        with pytest.raises(TreeError, match=message):
+            model.path_prob(path)
+
+
+def test_unknown_ranks_have_no_chance_in_joint_counts(make_trace: Make) -> None:
+    model = JointAcceptance(make_trace(SMALL, num_ranks=3))
+    for path in ((3,), (4, 0), (0, 7), (-1, 0)):
+        assert model.path_prob(path) == 0.0
+
+
+def test_back_off_without_folds_is_the_stated_one(make_trace: Make) -> None:
     assert JointAcceptance(make_trace(SMALL)).back_off == BACK_OFF
+
+
+def twins(make_trace: Make, alike: float) -> RankTrace:
+    """Head 2 repeats head 1's rank in a share of places, else it guesses anew."""
+    rng = np.random.default_rng(0)
+    ranks = rng.integers(0, 3, (20, 30, 2))
+    ranks[..., 1] = np.where(rng.random((20, 30)) < alike, ranks[..., 0], ranks[..., 1])
+    return make_trace(ranks.tolist(), num_ranks=3)
+
+
+def test_back_off_is_what_held_out_documents_ask_for(make_trace: Make) -> None:
+    # Where the path says all, counts need no help; where it says nothing, pooling is best.
+    assert JointAcceptance(twins(make_trace, 0.9)).back_off == BACK_OFFS[0]
+    assert JointAcceptance(twins(make_trace, 0.0)).back_off >= BACK_OFFS[-2]
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.1, 0.3])
+def test_back_off_makes_held_out_documents_most_likely(make_trace: Make, alike: float) -> None:
+    """The sums over counts against a walk over every held-out position, one by one."""
+    trace = twins(make_trace, alike)
+    scores = dict.fromkeys(BACK_OFFS, 0.0)
+    for back_off, fold in product(BACK_OFFS, range(5)):
+        inside = np.arange(trace.num_documents) % 5 == fold
+        model = JointAcceptance(trace.documents(np.flatnonzero(~inside)), back_off)
+        held_out = trace.documents(np.flatnonzero(inside))
+        for row, scored in zip(held_out.ranks.tolist(), held_out.num_scored, strict=True):
+            for depth in range(scored):
+                children = model.ranked_children(tuple(row[:depth]))
+                probs = dict(zip(children.ranks, children.probs, strict=True))
+                scores[back_off] += math.log(probs[row[depth]])
+    assert JointAcceptance(trace).back_off == max(scores, key=scores.__getitem__)
 
 
 def test_joint_sees_that_heads_are_right_together(make_trace: Make) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +385,67 @@ def test_compare_prints_a_paired_difference(here: Path, models: None) -> None:
     row = json.loads(done("compare", "3.yaml", "9.yaml", "--json").stdout)
     assert row["difference"] == pytest.approx(row["b"] - row["a"], abs=2e-4)
     assert row["low"] <= row["difference"] <= row["high"]
+
+
+def test_compare_says_what_flatters_and_refuses_other_models(here: Path, models: None) -> None:
+    calibrated(here)
+    for budget in ("3", "9"):
+        done("build", "--budget", budget, "--out", f"{budget}.yaml")
+    said = done("compare", "3.yaml", "9.yaml").stderr.splitlines()
+    assert said == [
+        f"warning: {name} was built from calibration.safetensors, which flatters it; compare on "
+        "other text"
+        for name in ("3", "9")
+    ]
+    trace = RankTrace.load("calibration.safetensors")
+    other = {"backbone_sha256": "f" * 64, "backbone": "large"}
+    replace(trace, provenance=trace.provenance | other).save("calibration-2.safetensors")
+    arguments = ("compare", "3.yaml", "9.yaml", "--calibration", "calibration-2.safetensors")
+    message = refused(*arguments)
+    assert message.startswith("error: 3 was built for backbone tiny-llama-0 (sha256 ")
+    assert message.endswith("the calibration for large (ffffffff)")
+    # A published tree says nothing of models, so it may be tried on any.
+    trees = ["medusa-mc-sim-7b-63", "medusa-zephyr-stage2"]
+    assert "built for" not in run("compare", *trees).stderr
+
+
+def test_validate_holds_the_prediction_against_the_measurement(here: Path, models: None) -> None:
+    calibrated(here)
+    done("build", "--budget", "5", "--out", "p.yaml")
+    preset = load_preset("p.yaml")
+    too_high = {**(preset.predicted or {}), "acceptance_length": 3.0, "low": 2.9, "high": 3.1}
+    replace(preset, predicted=too_high).save("high.yaml")
+    arguments = ["validate", "high.yaml", "--data", "prompts.jsonl", "--json", "--max-new-tokens"]
+    result = run(*arguments, "24")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["equal"] is True
+    message = result.stderr.strip().splitlines()[-1]
+    assert message.startswith("error: measured acceptance length 1.")
+    assert "predicted 3.000 [2.900, 3.100] on the same prompts; the models, the tree" in message
+    other = done(*arguments, "16")
+    assert "warning: measured acceptance length 1." in other.stderr
+    assert "of answers of another length" in other.stderr
+
+
+def test_validate_shows_predicted_tokens_per_s_of_this_machine_only(
+    here: Path, models: None
+) -> None:
+    calibrated(here)
+    done("profile", "--context", "32", "--sizes", "2,8", "--rounds", "3")
+    done(*AUTO)
+    arguments = ["validate", "p.yaml", "--data", "prompts.jsonl", "--max-new-tokens", "24"]
+    point = load_preset("p.yaml").point(load_preset("p.yaml").tree_size, 1, 32)
+    assert point is not None
+    measured = json.loads(done(*arguments, "--json").stdout)
+    speed = point.tokens_per_s.value
+    assert measured["predicted_tokens_per_s"] == pytest.approx(speed, rel=1e-3)
+    shown = done(*arguments).stdout
+    assert f"predicted tokens/s          {speed:.1f} [" in shown
+    assert " at context 32; measured " in shown
+    preset = load_preset("p.yaml")
+    replace(preset, cost={**(preset.cost or {}), "dtype": "bfloat16"}).save("p.yaml")
+    assert "predicted_tokens_per_s" not in json.loads(done(*arguments, "--json").stdout)
+    assert "unknown: no curve of this machine" in done(*arguments).stdout
 
 
 def served_files(here: Path) -> list[str]:

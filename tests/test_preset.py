@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from treeopt.errors import PresetError, TreeoptError
 from treeopt.preset import SCHEMA, Preset, load_preset, parse_preset, shipped_presets
+from treeopt.replay import Interval
+from treeopt.trace import RankTrace
 from treeopt.tree import Tree
 
 DATA = Path(__file__).parent / "data"
@@ -67,6 +69,26 @@ FULL: dict[str, Any] = {
         "path_probs": [0.6, 0.4, 0.2, 0.1, 1.0e-05],
     },
     "sizes": [{"batch": 1, "context": 256, "tree_size": 4}],
+    "cost": {
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 2,
+        "compiled": False,
+        "measured": True,
+    },
+    "curve": [
+        {
+            "batch": 1,
+            "context": 256,
+            "tree_size": 4,
+            "acceptance_length": 2.41,
+            "low": 2.33,
+            "high": 2.49,
+            "step_ms": 40.0,
+            "step_low_ms": 39.0,
+            "step_high_ms": 42.5,
+        }
+    ],
     "calibration": {
         "sha256": SHA256,
         "data": "prompts.jsonl",
@@ -74,6 +96,8 @@ FULL: dict[str, Any] = {
         "positions": 30720,
         "num_ranks": 32,
         "template_sha256": SHA256,
+        "data_sha256": SHA256,
+        "max_new_tokens": 128,
     },
     "predicted": {
         "acceptance_length": 2.41,
@@ -130,6 +154,11 @@ def test_every_key_arrives() -> None:
         assert getattr(preset, key) == FULL[key]
     assert preset.provenance == FULL["provenance"]
     assert (list(preset.sizes), list(preset.measured)) == (FULL["sizes"], FULL["measured"])
+    assert preset.cost == FULL["cost"]
+    (point,) = preset.curve
+    assert point.as_row() == FULL["curve"][0]
+    assert point.acceptance_length == Interval(2.41, 2.33, 2.49)
+    assert point.step_ms == Interval(40.0, 39.0, 42.5)
 
 
 def test_round_trip_keeps_every_byte() -> None:
@@ -138,7 +167,7 @@ def test_round_trip_keeps_every_byte() -> None:
     assert yaml.safe_load(text) == FULL
     assert list(yaml.safe_load(text)) == [
         *("schema", "name", "backbone", "heads", "decoding", "tree", "sizes"),
-        *("calibration", "predicted", "imported", "measured", "provenance"),
+        *("cost", "curve", "calibration", "predicted", "imported", "measured", "provenance"),
     ]
     again = parse_preset(text, "mine.yaml")
     assert again == preset
@@ -223,6 +252,8 @@ def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         (("predicted", "lo"), r"predicted has an unknown key 'lo'; did you mean low\?"),
         (("imported", "license"), r"imported has .*did you mean licence\?"),
         (("provenance", "create"), r"provenance has .*did you mean created\?"),
+        (("cost", "thread"), r"cost has an unknown key 'thread'; did you mean threads\?"),
+        (("curve", 0, "tokens_per_s"), r"curve\[0\] has an unknown key 'tokens_per_s'"),
         (("sizes", 0, "contexts"), r"sizes\[0\] has .*did you mean context\?"),
         (("measured", 0, "speedup"), r"measured\[0\] has an unknown key 'speedup'"),
     ],
@@ -236,7 +267,9 @@ REQUIRED = [
     *(("tree", "tree_size"), ("tree", "ladder"), ("decoding", "rule")),
     *(("backbone", key) for key in FULL["backbone"]),
     *(("heads", key) for key in FULL["heads"]),
-    *(("calibration", key) for key in FULL["calibration"] if key != "template_sha256"),
+    *(("calibration", key) for key in ("sha256", "data", "documents", "positions", "num_ranks")),
+    *(("cost", key) for key in ("compiled", "measured")),
+    *(("curve", 0, key) for key in FULL["curve"][0]),
     *(("predicted", key) for key in ("acceptance_length", "method", "held_out")),
     *(("imported", key) for key in ("source", "name")),
     *(("provenance", key) for key in ("treeopt", "command", "seed", "created")),
@@ -248,6 +281,8 @@ OPTIONAL = [
     *(("measured",), ("provenance",), ("tree", "path_probs"), ("calibration", "template_sha256")),
     *(("predicted", "low"), ("predicted", "high"), ("imported", "commit"), ("imported", "licence")),
     *(("provenance", "torch"), ("provenance", "transformers")),
+    *(("calibration", "data_sha256"), ("calibration", "max_new_tokens"), ("cost",), ("curve",)),
+    *(("cost", key) for key in ("device", "dtype", "threads")),
 ]
 
 
@@ -289,6 +324,13 @@ def test_keys_that_may_be_absent(where: tuple[str, ...]) -> None:
         (("predicted", "held_out"), "yes", "predicted: held_out cannot be 'yes'"),
         (("sizes",), {"batch": 1}, "sizes must be a list, not {'batch': 1}"),
         (("sizes", 0), 64, r"sizes\[0\] must be a mapping, not 64"),
+        (("curve",), {}, "curve must be a list, not {}"),
+        (("curve", 0), [4, 2.41], r"curve\[0\] must be a mapping"),
+        (("curve", 0, "step_ms"), 0, r"curve\[0\]: step_ms cannot be 0"),
+        (("curve", 0, "low"), -1.5, r"curve\[0\]: low cannot be -1\.5"),
+        (("curve", 0, "high"), float("inf"), r"curve\[0\]: high cannot be inf"),
+        (("curve", 0, "step_low_ms"), 10**400, r"curve\[0\]: step_low_ms cannot be 1000"),
+        (("cost", "measured"), "no", "cost: measured cannot be 'no'"),
         (("measured",), "none", "measured must be a list, not 'none'"),
         (("measured", 0, "equal"), 1, r"measured\[0\]: equal cannot be 1"),
         (("provenance", "created"), 2026, "provenance: created cannot be 2026"),
@@ -487,3 +529,32 @@ def test_a_changed_preset_is_checked_again() -> None:
     assert replace(preset, tree_size=2).tree == Tree.from_paths([(0,)])
     with pytest.raises(PresetError, match="tree_size is 65; the ladder allows 1 to 64"):
         replace(preset, tree_size=65)
+
+
+def test_point_is_that_of_the_nearest_context() -> None:
+    row = FULL["curve"][0]
+    rows = [{**row, "context": context, "batch": batch} for batch, context in
+            ((1, 256), (1, 1024), (4, 256))]  # fmt: skip
+    preset = parse_preset(changed("curve", to=rows), "mine.yaml")
+    for context, nearest in ((0, 256), (639, 256), (641, 1024), (9999, 1024)):
+        point = preset.point(4, 1, context)
+        assert point is not None
+        assert (point.batch, point.context) == (1, nearest)
+    assert preset.point(8, 1, 256) is None
+    assert preset.point(4, 2, 256) is None
+
+
+def test_calibrations_of_other_models_are_refused(make_trace: Callable[..., RankTrace]) -> None:
+    preset = parse_preset(yaml.safe_dump(FULL), "mine.yaml")
+    same = {"backbone_sha256": SHA256, "heads_sha256": SHA256}
+    preset.check_models_of(make_trace([[[0]] * 3], **same))
+    for name in ("backbone", "heads"):
+        other = make_trace([[[0]] * 3], **same | {name: "others", f"{name}_sha256": "f" * 64})
+        with pytest.raises(PresetError) as caught:
+            preset.check_models_of(other)
+        ours = {"backbone": "tiny", "heads": "tiny-heads"}[name]
+        assert str(caught.value) == (
+            f"full was built for {name} {ours} (sha256 01234567), the calibration for others "
+            "(ffffffff)"
+        )
+        Preset("list", ((0,),), 2).check_models_of(other)  # a published tree names no models

@@ -14,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeopt.errors import TraceError, TreeError
-from treeopt.replay import Interval, Replay, accepted_at, bootstrap, difference, replay, step_starts
+from treeopt.replay import (
+    Interval,
+    Replay,
+    accepted_at,
+    bootstrap,
+    difference,
+    intervals,
+    replay,
+    step_starts,
+)
 from treeopt.trace import MISSED, RankTrace, concatenate
 from treeopt.tree import Tree
 
@@ -235,6 +244,14 @@ def test_seed_is_part_of_the_interval() -> None:
     )
     assert first.value == second.value
     assert first != second
+
+
+def test_intervals_of_many_replays_are_those_of_each(long_trace: RankTrace) -> None:
+    replays = [replay(long_trace, tree) for tree in (CHAIN, STAR, ROOT_ONLY)]
+    for one, found in zip(replays, intervals(replays), strict=True):
+        expected = bootstrap(one._length_of, len(one.tokens))
+        for name in ("value", "low", "high"):
+            assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-12)
 
 
 def test_difference_with_itself_is_nothing(long_trace: RankTrace) -> None:

@@ -165,3 +165,8 @@ def test_mt_bench_acceptance_lengths(
     report = DecodeReport(64, prompts, (), MACHINE)
     assert report.acceptance_length.value == tokens / steps
     assert report.as_dict()["acceptance_length"] == pytest.approx(length, abs=6e-5)
+
+
+def test_context_is_halfway_through_the_answers() -> None:
+    first, second = replace(FIRST, num_prompt=100), replace(SECOND, num_prompt=50)
+    assert replace(REPORT, prompts=(first, second)).context == (106 + 53) / 2

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from treeopt.cost import StepCost
-from treeopt.curve import NO_SPECULATION, by_situation
+from treeopt.curve import NO_SPECULATION, SizePoint, by_situation
 from treeopt.preset import Preset, describe_size
 from treeopt.replay import Interval
 from treeopt.report import DecodeReport
@@ -158,8 +158,10 @@ def show_cost(cost: StepCost, out: str, as_json: bool) -> None:
 def show_report(preset: Preset, report: DecodeReport, as_json: bool) -> None:
     """Print the three sides of a validation, and what the tree decode's numbers mean."""
     value = report.as_dict()
+    point = _predicted_point(preset, report)
     if as_json:
-        click.echo(json.dumps(value | _rounded(report.details())))
+        predicted = {} if point is None else {"predicted_tokens_per_s": point.tokens_per_s.value}
+        click.echo(json.dumps(value | _rounded(report.details() | predicted)))
         return
     speeds = [
         {"": name, "tokens/s": value[f"{key}tokens_per_s"], "tree is faster by": ratio}
@@ -181,6 +183,7 @@ def show_report(preset: Preset, report: DecodeReport, as_json: bool) -> None:
         ("tree size", f"{report.tree_size} rows, {preset.tree.depth} deep"),
         ("replayed acceptance length", _predicted(predicted)),
         ("measured acceptance length", _interval(report.acceptance_length)),
+        ("predicted tokens/s", _predicted_speed(point, report)),
         ("overhead of a step", _interval(report.overhead)),
         ("forward calls", _forward_calls(report.machine)),
         ("outside model calls", f"{report.outside_model_share:.1%} of a step"),
@@ -256,6 +259,23 @@ def _predicted(predicted: Row) -> str:
         text += f" [{predicted['low']:.3f}, {predicted['high']:.3f}]"
     held_out = "held-out documents" if predicted["held_out"] else "no held-out text"
     return f"{text} ({predicted['method']}, {held_out})"
+
+
+def _predicted_point(preset: Preset, report: DecodeReport) -> SizePoint | None:
+    """Return the curve's point for what was measured, if the curve is of this very machine."""
+    cost, machine = preset.cost or {}, report.machine
+    same = cost.get("compiled") == bool(machine.get("compiled_rows")) and all(
+        cost.get(key) == machine.get(key) for key in ("device", "dtype", "threads")
+    )
+    return preset.point(report.tree_size, 1, report.context) if same else None
+
+
+def _predicted_speed(point: SizePoint | None, report: DecodeReport) -> str:
+    if point is None:
+        return "unknown: no curve of this machine (`build --budget auto` makes one)"
+    ratio = report.tokens_per_s / point.tokens_per_s.value
+    speed = _interval(point.tokens_per_s, 1)
+    return f"{speed} at context {point.context}; measured {ratio - 1:+.0%}"
 
 
 def _equality(report: DecodeReport) -> str:

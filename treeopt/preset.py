@@ -7,7 +7,6 @@ refused. Unknown keys are errors, so a mistyped key cannot be ignored.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +19,7 @@ import yaml
 from treeopt.curve import NO_SPECULATION, SizePoint
 from treeopt.errors import PresetError, TreeError
 from treeopt.files import read_text, write_text
+from treeopt.trace import RankTrace
 from treeopt.tree import Path as TreePath
 from treeopt.tree import Tree
 
@@ -31,7 +31,7 @@ Check = Callable[[Any], bool]
 _TEXT: Check = lambda value: isinstance(value, str)  # noqa: E731
 _COUNT: Check = lambda value: type(value) is int and value >= 0  # noqa: E731
 _NUMBER: Check = lambda value: type(value) in (int, float)  # noqa: E731
-_POSITIVE: Check = lambda value: _NUMBER(value) and 0 < value < math.inf  # noqa: E731
+_POSITIVE: Check = lambda value: _NUMBER(value) and 1e-9 < value < 1e9  # noqa: E731
 _BOOL: Check = lambda value: isinstance(value, bool)  # noqa: E731
 _ANY: Check = lambda value: True  # noqa: E731
 
@@ -224,6 +224,20 @@ class Preset:
         """Return the curve's point of a size at this batch and the nearest context, if any."""
         points = [p for p in self.curve if (p.batch, p.tree_size) == (batch, tree_size)]
         return min(points, key=lambda point: abs(point.context - context), default=None)
+
+    def check_models_of(self, trace: RankTrace) -> None:
+        """Raise PresetError when ``trace`` was made with another backbone or heads than this.
+
+        What only one of the two names is not compared.
+        """
+        for name in ("backbone", "heads"):
+            ours: Section = getattr(self, name) or {}
+            found, wanted = ours.get("sha256"), trace.provenance.get(f"{name}_sha256")
+            if None not in (found, wanted) and found != wanted:
+                raise PresetError(
+                    f"{self.name} was built for {name} {ours['id']} (sha256 {str(found)[:8]}), the "
+                    f"calibration for {trace.provenance.get(name)} ({str(wanted)[:8]})"
+                )
 
     def with_measured(self, measured: Section) -> Preset:
         """Return the preset with one more validation result."""

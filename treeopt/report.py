@@ -43,6 +43,7 @@ class DecodedPrompt:
     tree_s, plain_s, generate_s: decode time of ``num_tokens``, ``num_plain``, ``num_generate``.
     phase_s: where the tree decode's time went.
     nodes, step_s: the deepest accepted node and the seconds of each of its steps.
+    num_prompt: tokens of the prompt.
     """
 
     num_tokens: int
@@ -56,6 +57,7 @@ class DecodedPrompt:
     phase_s: dict[str, float]
     nodes: tuple[int, ...] = ()
     step_s: tuple[float, ...] = ()
+    num_prompt: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,13 @@ class DecodeReport:
         tokens = self._column(lambda prompt: prompt.num_tokens)
         steps = self._column(lambda prompt: len(prompt.num_accepted))
         return self._interval(lambda rows: tokens[rows].sum() / steps[rows].sum())
+
+    @property
+    def context(self) -> float:
+        """Tokens before a step, halfway through an answer, as a mean over prompts."""
+        return float(
+            np.mean([prompt.num_prompt + prompt.num_tokens / 2 for prompt in self.prompts])
+        )
 
     @property
     def num_accepted_mean(self) -> float:

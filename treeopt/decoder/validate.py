@@ -79,6 +79,7 @@ def _one_prompt(
         phase_s=log.phase_s,
         nodes=tuple(log.nodes),
         step_s=tuple(log.step_s),
+        num_prompt=len(prompt),
     )
     return measured, plain.tokens, tree.tokens
 
