@@ -130,7 +130,8 @@ class JointAcceptance(AcceptanceModel):
         folded = _count(trace)
         self.back_off = cross_validated(folded) if back_off is None else back_off
         self._levels = [level.total() for level in folded]
-        self._unseen = [RankedChildren.of(level.pooled()[:-1]) for level in self._levels]
+        self._pooled = [level.pooled()[:-1] for level in self._levels]
+        self._unseen = [RankedChildren.of(row) for row in self._pooled]
 
     def ranked_children(self, path: Path) -> RankedChildren:  # noqa: D102
         depth, node = len(path), 0
@@ -143,7 +144,7 @@ class JointAcceptance(AcceptanceModel):
         trials = level.trials[0, node]
         if trials == 0:
             return self._unseen[depth]
-        prior = self.back_off * level.pooled()[:-1]
+        prior = self.back_off * self._pooled[depth]
         return RankedChildren.of((level.hits_below(node) + prior) / (trials + self.back_off))
 
 
