@@ -231,6 +231,7 @@ def measure_cost(
 @click.option("--model", type=click.Choice(["joint", "independent"]), default="joint")
 @click.option("--max-depth", type=int, help="Use at most this many heads.")
 @click.option("--max-ranks", type=int, help="Use only the first guesses of each head.")
+@click.option("--dynamic", is_flag=True, help="Let every step choose its rows from the ladder.")
 @click.option("--name", help="[default: the output file's]")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Preset to write.")
 @json_option
@@ -247,11 +248,15 @@ def build(
     """Search the best tree for a budget of rows and write it as a preset."""
     if accuracy and (calibration or cost):
         raise click.UsageError("--accuracy stands alone; leave out --calibration and --cost")
+    if accuracy and limits["dynamic"]:
+        raise click.UsageError("--dynamic needs the heads' probabilities, which a table has not")
     if (budget == "auto") != (cost is not None):
         raise click.UsageError("--budget auto and --cost go together")
     preset = make_preset(budget, calibration, accuracy, cost, name or out.stem, limits)
     if (wanted := budget) != "auto" and preset.tree_size < int(wanted):
         warn(f"only {preset.tree_size} rows have a chance of being right; {wanted} were allowed")
+    if preset.dynamic and preset.dynamic["gain_low"] <= 0:
+        warn("choosing rows at every step is not sure to be better here; leave out --dynamic")
     preset.save(out)
     console.show_build(preset, str(out), as_json)
 
@@ -266,7 +271,7 @@ def replay(preset_name: str, calibration: Path | None, as_json: bool) -> None:
     from treeopt.replay import replay as walk
 
     preset, (_, trace) = load_preset(preset_name), load_trace(calibration)
-    result = walk(trace, preset.tree)
+    result = walk(trace, preset.draft_tree)
     interval = result.interval()
     row = {
         "tree_size": preset.tree_size,
@@ -276,7 +281,8 @@ def replay(preset_name: str, calibration: Path | None, as_json: bool) -> None:
         "documents": trace.num_documents,
         "steps": int(result.steps.sum()),
     }
-    emit(as_json, row, [row], f"Replay of {preset.name}")
+    kind = ", dynamic tree" if preset.dynamic else ""
+    emit(as_json, row, [row], f"Replay of {preset.name}{kind}")
 
 
 @main.command()
@@ -296,7 +302,7 @@ def compare(preset_names: tuple[str, str], calibration: Path | None, as_json: bo
         preset.check_models_of(trace)
         if (preset.calibration or {}).get("sha256") == sha256_of_file(file):
             warn(f"{preset.name} was built from {file}, which flatters it; compare on other text")
-    first, second = (walk(trace, preset.tree) for preset in presets)
+    first, second = (walk(trace, preset.draft_tree) for preset in presets)
     interval = difference(first, second)
     row = {
         "a": round(first.acceptance_length, 4),
@@ -461,7 +467,7 @@ def generate(
     if compiles:
         num_tokens = len(backbone.encode(as_messages(prompt))) + max_new_tokens
         num_tokens += preset.tree_size
-        sizes, num_heads = (preset.tree_size,), preset.tree.depth
+        sizes, num_heads = (preset.tree_size,), preset.draft_tree.depth
         backbone, heads = compile_models(
             backbone, heads, sizes, num_heads, num_tokens, console.say_compiling
         )

@@ -47,9 +47,9 @@ def run_validation(
     if compiles:
         longest = max(map(len, prompts)) + max_new_tokens + preset.tree_size
         backbone, heads = compile_models(
-            backbone, heads, (preset.tree_size,), preset.tree.depth, longest, on_compile
+            backbone, heads, (preset.tree_size,), preset.draft_tree.depth, longest, on_compile
         )
-    decoder = TreeDecoder(backbone, heads, preset.tree)
+    decoder = TreeDecoder(backbone, heads, preset.draft_tree)
     report = validate(
         backbone, decoder, prompts, max_new_tokens=max_new_tokens, on_prompt=on_prompt
     )

@@ -23,6 +23,7 @@ from treeopt.build import (
     with_best_sizes,
 )
 from treeopt.cost import StepCost, StepTime
+from treeopt.dynamic import DynamicTree, fit_maps
 from treeopt.errors import CostError, PresetError, TraceError
 from treeopt.files import sha256_of_file
 from treeopt.preset import Preset, parse_preset
@@ -247,6 +248,70 @@ def test_preset_from_rates_ends_with_its_paths() -> None:
     assert (made.ladder, made.tree_size) == (((0,),), 2)
     assert made.predicted is not None
     assert made.predicted["acceptance_length"] == 1.5
+
+
+def test_a_dynamic_preset_promises_what_its_trees_replay(trace: RankTrace, file: Path) -> None:
+    right = trace.ranks[..., None] == np.arange(RANKS)  # heads that know when they are right
+    knowing = dataclasses.replace(trace, probs=np.where(right, 0.6, 0.2).astype(np.float16))
+    fixed, chosen = (
+        preset_from_trace(knowing, file, Request(6, dynamic=dynamic), name="mine", command="x")
+        for dynamic in (False, True)
+    )
+    assert (chosen.tree, chosen.ladder) == (fixed.tree, fixed.ladder)
+    lengths = [(p.predicted or {})["acceptance_length"] for p in (fixed, chosen)]
+    assert chosen.dynamic is not None
+    assert chosen.dynamic["gain"] == pytest.approx(lengths[1] - lengths[0], abs=2e-4)
+    assert 0.1 < chosen.dynamic["gain_low"] < chosen.dynamic["gain"] < chosen.dynamic["gain_high"]
+    # In sample the maps know no less.
+    assert replay(knowing, chosen.draft_tree).acceptance_length >= lengths[1] - 0.05
+    assert parse_preset(chosen.to_yaml(), "mine.yaml") == chosen
+
+
+def test_a_dynamic_tree_has_more_to_choose_from_than_it_holds(
+    trace: RankTrace, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("treeopt.build"), "LADDER_SIZE", 10)
+    sizes = [
+        len(preset_from_trace(trace, file, request, name="mine", command="x").ladder) + 1
+        for request in (Request(30), Request(30, dynamic=True))
+    ]
+    assert sizes == [30, 60]
+
+
+def test_no_map_is_judged_by_a_document_that_made_it(make_trace: Make, file: Path) -> None:
+    """Document 4's heads say the opposite of the others', so their maps mislead it."""
+    rng = np.random.default_rng(5)
+    trace = make_trace([rng.integers(0, 2, (60, 1)).tolist() for _ in range(5)], 2)
+    sure = np.where(trace.ranks == np.arange(2), 0.6, 0.4)
+    last = np.arange(trace.num_positions)[:, None] >= trace.doc_start[4]
+    probs = np.where(last, 1 - sure, sure).astype(np.float16)[:, None]
+    trace = dataclasses.replace(trace, probs=probs)
+    universe, accepted = Tree.from_paths([(0,), (1,)]), []
+    for held_out in range(5):
+        others = trace.documents([document for document in range(5) if document != held_out])
+        tree = DynamicTree(universe, 2, fit_maps(others))
+        accepted.append(replay(trace.documents([held_out]), tree))
+    made = preset_from_trace(trace, file, Request(2, dynamic=True), name="mine", command="x")
+    tokens, steps = (sum(int(getattr(r, name).sum()) for r in accepted)
+                     for name in ("tokens", "steps"))  # fmt: skip
+    assert accepted[4].acceptance_length < 1.1 < 1.9 < accepted[0].acceptance_length
+    assert made.predicted
+    assert made.predicted["acceptance_length"] == pytest.approx(tokens / steps, abs=1e-4)
+
+
+def test_sizes_of_dynamic_trees_are_chosen_by_their_own_curve(trace: RankTrace, file: Path) -> None:
+    request = Request(24, dynamic=True)
+    made = preset_from_trace(trace, file, request, name="mine", command="x")
+    cost = costs({0: 10.0, 8: 11.0, 24: 30.0})
+    cut = with_best_sizes(made, trace, cost, request)
+    assert cut.tree_size == 8
+    assert cut.dynamic is not None
+    assert cut.predicted is not None
+    point = size_curve(trace, request, cost, len(made.ladder) + 1)[1]
+    assert point.tree_size == 8
+    assert point.acceptance_length == predict(trace, Request(8, dynamic=True))
+    assert cut.predicted["acceptance_length"] == round(point.acceptance_length.value, 4)
+    assert cut.draft_tree.tree_size == 8
 
 
 # The size under a cost.

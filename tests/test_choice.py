@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import cache
 
 import numpy as np
@@ -21,12 +22,14 @@ from tiny import (
 )
 
 from calibration.collect import collect
+from treeopt.decoder.api import Decoder
 from treeopt.decoder.choice import NO_TOKEN, Choice, Chooser
 from treeopt.decoder.rules import Rule, Sampling, Typical
 from treeopt.decoder.tree import TreeDecoder
 from treeopt.dynamic import ChanceMap, DynamicTree, fit_maps
 from treeopt.errors import DataError, TreeError
 from treeopt.models.candidates import top_candidates
+from treeopt.preset import Preset
 
 UNIVERSE = TREES["wide"]
 SIZES = [1, 2, 5, 16, UNIVERSE.tree_size]
@@ -142,6 +145,19 @@ def test_almost_greedy_sampling_is_greedy():
     decoder = dynamic_decoder(8, Sampling(temperature=1e-4))
     for prompt in PROMPTS[:4]:
         assert tree_answer(decoder, prompt, 30)[0] == plain_answer(shared_backbone(), prompt, 30)
+
+
+def test_presets_fall_back_on_their_static_tree_where_a_rule_needs_one():
+    ladder = UNIVERSE.paths[1:]
+    section = {"maps": [asdict(chance_map) for chance_map in maps()]}
+    preset = Preset("mine", ladder, 8, dynamic=section)
+    models = shared_backbone(), shared_heads()
+    for rule in (None, Sampling()):
+        decoder = Decoder(preset, *models, rule=rule).tree_decoder
+        assert (decoder.tree_size, decoder.tree) == (8, UNIVERSE)
+    for rule in (Typical(), Sampling(candidates="sampled")):
+        decoder = Decoder(preset, *models, rule=rule).tree_decoder
+        assert (decoder.tree_size, decoder.tree) == (8, preset.tree)
 
 
 # Bad input

@@ -103,6 +103,41 @@ def test_calibrate_build_replay_validate(here: Path, models: None) -> None:
     assert "measured" in done("show", "tree.yaml").stdout
 
 
+def test_a_dynamic_preset_from_build_to_validate(here: Path, models: None) -> None:
+    calibrated(here)
+    result = done("build", "--budget", "9", "--dynamic", "--out", "tree.yaml", "--json")
+    built = json.loads(result.stdout)
+    preset = load_preset("tree.yaml")
+    assert preset.dynamic is not None
+    assert built["dynamic"] == {
+        key: preset.dynamic[key] for key in ("gain", "gain_low", "gain_high")
+    }
+    assert ("leave out --dynamic" in result.stderr) == (built["dynamic"]["gain_low"] <= 0)
+    walked = json.loads(done("replay", "tree.yaml", "--json").stdout)
+    arguments = ["validate", "tree.yaml", "--data", "prompts.jsonl", "--max-new-tokens", "24"]
+    measured = json.loads(done(*arguments, "--json").stdout)
+    # The same prompts and tokens: what is replayed is what is measured.
+    assert measured["acceptance_length"] == walked["acceptance_length"] > 1
+    assert measured["equal"] is True
+    text = "each step chooses its 9 rows from 128"
+    assert text in " ".join(done(*arguments).stdout.split())
+    assert text in " ".join(done("show", "tree.yaml").stdout.split())
+    assert "Replay of tree, dynamic tree" in done("replay", "tree.yaml").stdout
+    done("build", "--budget", "9", "--out", "fixed.yaml")
+    compared = json.loads(done("compare", "fixed.yaml", "tree.yaml", "--json").stdout)
+    assert compared["b"] == walked["acceptance_length"] != compared["a"]
+
+
+def test_a_dynamic_preset_generates_the_plain_answer(here: Path, models: None) -> None:
+    calibrated(here)
+    done("build", "--budget", "9", "--dynamic", "--out", "tree.yaml")
+    prompt = "t5 t6"
+    result = done("generate", prompt, "--preset", "tree.yaml", "--max-new-tokens", "20")
+    backbone = tiny.shared_backbone()
+    answer = tiny.plain_answer(backbone, [5, 6, *tiny.PROMPT_END], 20)
+    assert result.stdout.strip() == backbone.decode(answer)
+
+
 def test_json_has_the_promised_names(here: Path, models: None) -> None:
     calibrated(here)
     built = json.loads(done("build", "--budget", "5", "--out", "p.yaml", "--json").stdout)
@@ -680,6 +715,7 @@ def test_usage_errors_exit_with_2(here: Path) -> None:
         ["profile", "--context", "big"],
         ["calibrate", "--max-new-tokens", "1"],
         ["generate", "hello"],
+        ["build", "--accuracy", "t.json", "--dynamic", "--out", "p.yaml"],
         ["nonsense"],
     ):
         assert run(*arguments).exit_code == 2, arguments

@@ -13,6 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treeopt.dynamic import DynamicTree
 from treeopt.errors import PresetError, TreeoptError
 from treeopt.preset import SCHEMA, Preset, load_preset, parse_preset, shipped_presets
 from treeopt.replay import Interval
@@ -106,6 +107,17 @@ FULL: dict[str, Any] = {
         "method": "replay",
         "held_out": True,
     },
+    "dynamic": {
+        "gain": 0.031,
+        "gain_low": 0.021,
+        "gain_high": 0.041,
+        "maps": [
+            {"head": 1, "first_rank": 0, "probs": [0.1, 0.9], "chances": [0.05, 0.8]},
+            {"head": 1, "first_rank": 1, "probs": [0.05], "chances": [0.1]},
+            {"head": 2, "first_rank": 0, "probs": [0.1, 0.9], "chances": [0.05, 0.8]},
+            {"head": 3, "first_rank": 0, "probs": [0.1, 0.9], "chances": [0.05, 0.8]},
+        ],
+    },
     "imported": {"source": "somewhere", "name": "x", "commit": "abc", "licence": "MIT"},
     "measured": [MEASURED],
     "provenance": {
@@ -167,7 +179,8 @@ def test_round_trip_keeps_every_byte() -> None:
     assert yaml.safe_load(text) == FULL
     assert list(yaml.safe_load(text)) == [
         *("schema", "name", "backbone", "heads", "decoding", "tree", "sizes"),
-        *("cost", "curve", "calibration", "predicted", "imported", "measured", "provenance"),
+        *("cost", "curve", "calibration", "predicted", "dynamic", "imported", "measured"),
+        "provenance",
     ]
     again = parse_preset(text, "mine.yaml")
     assert again == preset
@@ -558,3 +571,49 @@ def test_calibrations_of_other_models_are_refused(make_trace: Callable[..., Rank
             "(ffffffff)"
         )
         Preset("list", ((0,),), 2).check_models_of(other)  # a published tree names no models
+
+
+# Dynamic trees.
+
+
+def test_a_dynamic_preset_drafts_from_its_whole_ladder() -> None:
+    preset = parse_preset(yaml.safe_dump(FULL), "mine.yaml")
+    assert isinstance(preset.draft_tree, DynamicTree)
+    assert preset.draft_tree.universe == Tree.from_paths(preset.ladder)
+    assert preset.draft_tree.tree_size == preset.tree.tree_size == 4
+    assert preset.describe_dynamic() == (
+        "each step chooses its 4 rows from 6, +0.031 [+0.021, +0.041] tokens a step over the "
+        "static tree"
+    )
+
+
+def test_without_the_section_the_static_tree_drafts() -> None:
+    preset = parse_preset(changed("dynamic", to=REMOVE), "mine.yaml")
+    assert preset.draft_tree is preset.tree
+    assert preset.describe_dynamic() == ""
+    assert "dynamic" not in preset.to_yaml()
+
+
+@pytest.mark.parametrize(
+    ("where", "to", "message"),
+    [
+        (("dynamic",), [], "dynamic must be a mapping, not \\[\\]"),
+        (("dynamic", "maps"), REMOVE, "dynamic lacks the key 'maps'"),
+        (("dynamic", "map"), [], "unknown key 'map'; did you mean maps"),
+        (("dynamic", "maps"), 3, "dynamic.maps must be a list, not 3"),
+        (("dynamic", "gain"), "much", "dynamic: gain cannot be 'much'"),
+        (("dynamic", "maps", 1), 0.5, r"dynamic.maps\[1\] must be a mapping, not 0.5"),
+        (("dynamic", "maps", 0, "head"), -1, r"dynamic.maps\[0\]: head cannot be -1"),
+        (("dynamic", "maps", 0, "probs"), [0.1, 1.5], r"maps\[0\]: probs cannot be \[0.1, 1.5\]"),
+        (("dynamic", "maps", 0, "probs"), [0.1, "x"], r"maps\[0\]: probs cannot be"),
+        (("dynamic", "maps", 0, "chances"), REMOVE, r"maps\[0\] lacks the key 'chances'"),
+        (("dynamic", "maps", 0, "chances"), [0.8, 0.05], "dynamic: .*head 1, rank 0.*not fall"),
+        (("dynamic", "maps", 0, "chances"), [0.8], "dynamic: .*2 probs and 1 chances"),
+        (("dynamic", "maps", 0, "chances"), [0.0, 0.8], "dynamic: .*holds 0.0"),
+        (("dynamic", "maps", 0, "head"), 2, "dynamic: maps must be ordered by head"),
+        (("dynamic", "maps"), [], "dynamic: there is no map of head 1, rank 0"),
+        (("dynamic", "maps", 3), REMOVE, "dynamic: there is no map of head 3, rank 0"),
+    ],
+)
+def test_dynamic_sections_that_cannot_be(where: Any, to: Any, message: str) -> None:
+    refused(changed(*where, to=to), message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,13 +13,15 @@ import numpy as np
 from treeopt.acceptance import MODELS, FloatArray, IndependentAcceptance
 from treeopt.cost import StepCost
 from treeopt.curve import NO_SPECULATION, SizePoint, best_point, by_situation
+from treeopt.dynamic import ChanceMap, DynamicTree, fit_maps
 from treeopt.errors import TraceError
 from treeopt.files import sha256_of_file
 from treeopt.preset import Preset, Section
 from treeopt.provenance import library_versions, now
-from treeopt.replay import Interval, Replay, accepted_at, intervals, walk
+from treeopt.replay import Interval, Replay, accepted_at, difference, intervals, walk
 from treeopt.search import Ladder, grow, grow_contiguous
 from treeopt.trace import FOLDS, RankTrace
+from treeopt.tree import Tree
 
 LADDER_SIZE = 128  # a ladder is kept beyond the tree in use, for machines where more rows pay
 MIN_COUNT = 10  # times that a tree's least probable path should have been right in the calibration
@@ -29,16 +31,39 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Request:
-    """What to build: rows of the verify call (root included), acceptance model and limits."""
+    """What to build: rows of the verify call (root included), acceptance model and limits.
+
+    dynamic: whether every step chooses its nodes from the ladder.
+    """
 
     tree_size: int
     model: str = "joint"
     max_depth: int | None = None
     max_ranks: int | None = None
+    dynamic: bool = False
+
+
+@dataclass(frozen=True)
+class DynamicLadder:
+    """The dynamic trees of every size that choose from one universe, by one set of maps."""
+
+    universe: Tree
+    maps: tuple[ChanceMap, ...]
+
+    @property
+    def max_tree_size(self) -> int:
+        """Size of the universe, root included."""
+        return self.universe.tree_size
+
+    def tree(self, tree_size: int) -> DynamicTree:
+        """Return the dynamic tree of ``tree_size`` nodes, root included."""
+        return DynamicTree(self.universe, tree_size, self.maps)
 
 
 def held_out_replays(
-    trace: RankTrace, ladder_of: Callable[[RankTrace], Ladder], sizes: Sequence[int]
+    trace: RankTrace,
+    ladder_of: Callable[[RankTrace], Ladder | DynamicLadder],
+    sizes: Sequence[int],
 ) -> list[Replay]:
     """Return, for each of ``sizes``, the replay with trees that a document had no part in.
 
@@ -64,8 +89,12 @@ def held_out_replays(
 
 def predict(trace: RankTrace, request: Request) -> Interval:
     """Return the acceptance length to expect, on unseen text, of the tree that is asked for."""
-    (held_out,) = held_out_replays(trace, partial(_grow, request=request), [request.tree_size])
-    return held_out.interval()
+    return _held_out(trace, request).interval()
+
+
+def _held_out(trace: RankTrace, request: Request) -> Replay:
+    (replay,) = held_out_replays(trace, partial(_trees, request=request), [request.tree_size])
+    return replay
 
 
 def size_curve(
@@ -80,7 +109,7 @@ def size_curve(
         for situation in cost.situations()
     }
     sizes = sorted({NO_SPECULATION}.union(*sizes_of.values()))
-    replays = held_out_replays(trace, partial(_grow, request=request), sizes)
+    replays = held_out_replays(trace, partial(_trees, request=request), sizes)
     length_of = dict(zip(sizes, intervals(replays), strict=True))
     return [
         SizePoint(*situation, size, length_of[size], _step_interval(cost, size, *situation))
@@ -143,8 +172,9 @@ def preset_from_trace(
     if cost:
         preset = with_best_sizes(preset, trace, cost, request, on_warning)
     else:
-        predicted = predict(trace, replace(request, tree_size=preset.tree_size))
-        preset = replace(preset, predicted=_prediction(predicted))
+        request = replace(request, tree_size=preset.tree_size)
+        predicted = _prediction(predict(trace, request))
+        preset = replace(preset, predicted=predicted, dynamic=_dynamic_section(trace, request))
     for warning in _too_few_positions(preset, trace):
         on_warning(warning)
     return preset
@@ -160,6 +190,27 @@ def _too_few_positions(preset: Preset, trace: RankTrace) -> Iterator[str]:
             f"last path is right {probs[-1] * trace.num_positions:.1f} times in so many; about "
             f"{needed} are needed for {MIN_COUNT} times"
         )
+
+
+def _dynamic_section(trace: RankTrace, request: Request) -> Section | None:
+    """Return the maps of ``trace``, and the held-out gain of choosing by such maps at each step."""
+    if not request.dynamic:
+        return None
+    fixed, chosen = (_held_out(trace, replace(request, dynamic=on)) for on in (False, True))
+    gain = difference(fixed, chosen)
+    return {
+        "gain": round(gain.value, 4),
+        "gain_low": round(gain.low, 4),
+        "gain_high": round(gain.high, 4),
+        "maps": [_map_section(chance_map) for chance_map in fit_maps(trace)],
+    }
+
+
+def _map_section(chance_map: ChanceMap) -> Section:
+    section = asdict(chance_map)
+    for key in ("probs", "chances"):
+        section[key] = [float(f"{value:.5g}") for value in section[key]]
+    return section
 
 
 def preset_from_rates(rates: FloatArray, request: Request, *, name: str, command: str) -> Preset:
@@ -243,6 +294,7 @@ def with_best_sizes(
         curve=tuple(points),
         cost=_cost_section(cost),
         predicted=_prediction(first.acceptance_length),
+        dynamic=_dynamic_section(trace, replace(request, tree_size=first.tree_size)),
     )
 
 
@@ -284,9 +336,21 @@ def _prediction(interval: Interval) -> Section:
 
 
 def _grow(trace: RankTrace, request: Request) -> Ladder:
-    """Return the ladder of ``trace``, at least ``LADDER_SIZE`` long where there are paths."""
+    """Return the ladder of ``trace``, at least ``LADDER_SIZE`` long where there are paths.
+
+    A dynamic tree needs more to choose from than it holds.
+    """
     model = MODELS[request.model](trace)
-    return grow(model, max(request.tree_size, LADDER_SIZE), request.max_depth, request.max_ranks)
+    size = max(request.tree_size * (2 if request.dynamic else 1), LADDER_SIZE)
+    return grow(model, size, request.max_depth, request.max_ranks)
+
+
+def _trees(trace: RankTrace, request: Request) -> Ladder | DynamicLadder:
+    """Return the trees of every size that ``request`` asks for, made from ``trace``."""
+    ladder = _grow(trace, request)
+    if not request.dynamic:
+        return ladder
+    return DynamicLadder(ladder.tree(ladder.max_tree_size), fit_maps(trace))
 
 
 def _rounded(probs: FloatArray) -> tuple[float, ...]:

@@ -113,12 +113,17 @@ def show_build(preset: Preset, out: str, as_json: bool) -> None:
             {**point.as_row(), "tokens_per_s": round(point.tokens_per_s.value, 2)}
             for point in preset.curve
         ]
+    if preset.dynamic:
+        value["dynamic"] = {key: preset.dynamic[key] for key in preset.dynamic if key != "maps"}
     row = {
         "rows": describe_size(preset.tree_size),
         "depth": preset.tree.depth,
         "expected": value["expected_acceptance_length"],
         "predicted acceptance length": _predicted(predicted),
     }
+    if preset.dynamic:
+        text = preset.describe_dynamic()
+        row = {"dynamic tree": text, "predicted acceptance length": _predicted(predicted)}
     emit(as_json, value, [row], f"{preset.name} -> {out}")
     if not as_json:
         for line in _choice(preset):
@@ -180,7 +185,8 @@ def show_report(preset: Preset, report: DecodeReport, as_json: bool) -> None:
     predicted = preset.predicted or {}
     for name, text in (
         ("backbone", preset.describe_backbone() or report.machine["backbone"]),
-        ("tree size", f"{report.tree_size} rows, {preset.tree.depth} deep"),
+        ("tree size", f"{report.tree_size} rows, {preset.draft_tree.depth} deep"),
+        *([("dynamic tree", preset.describe_dynamic())] if preset.dynamic else []),
         ("replayed acceptance length", _predicted(predicted)),
         ("measured acceptance length", _interval(report.acceptance_length)),
         ("predicted tokens/s", _predicted_speed(point, report)),
@@ -228,6 +234,8 @@ def describe(preset: Preset) -> str:
     ]
     if preset.backbone:
         lines.insert(1, f"backbone: {preset.describe_backbone()}")
+    if preset.dynamic:
+        lines.append(f"dynamic tree: {preset.describe_dynamic()}; the static one is drawn")
     if preset.imported:
         lines.append(f"imported from {preset.imported['source']}")
     if preset.predicted:

@@ -2,7 +2,7 @@
 
     TreeoptError
     ├── TreeError         a tree that is not prefix-closed, or does not fit the heads
-    ├── TableError        an accuracy table whose numbers cannot be acceptance rates
+    ├── TableError        a table or chance maps whose numbers cannot be acceptance rates
     ├── TraceError        a calibration file that is damaged, too small, or made for something else
     ├── PresetError       a preset with a wrong, missing or unknown key
     ├── CostError         a step-cost file that is damaged or measured elsewhere
@@ -26,7 +26,7 @@ class TreeError(TreeoptError):
 
 
 class TableError(TreeoptError):
-    """An accuracy table whose numbers cannot be acceptance rates."""
+    """A table or chance maps whose numbers cannot be acceptance rates."""
 
 
 class TraceError(TreeoptError):

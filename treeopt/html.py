@@ -138,6 +138,7 @@ def _summary(preset: Preset) -> list[Row]:
         "heads": heads and f"{heads['id']} ({heads['num_heads']} heads, {heads['layout']})",
         "tree_size": f"{preset.tree_size} nodes, root included",
         "depth": str(preset.tree.depth),
+        "dynamic tree": preset.describe_dynamic(),
         "decoding": preset.describe_rule(),
         "predicted acceptance length": _predicted(preset),
         "calibration": calibration

@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from treeopt.curve import NO_SPECULATION, SizePoint
-from treeopt.errors import PresetError, TreeError
+from treeopt.dynamic import ChanceMap, DynamicTree
+from treeopt.errors import PresetError, TableError, TreeError
 from treeopt.files import read_text, write_text
 from treeopt.trace import RankTrace
 from treeopt.tree import Path as TreePath
@@ -68,6 +69,12 @@ _SECTIONS: dict[str, dict[str, Check]] = {
         "method": _TEXT,
         "held_out": _BOOL,
     },
+    "dynamic": {
+        "maps": _ANY,
+        "gain?": _NUMBER,
+        "gain_low?": _NUMBER,
+        "gain_high?": _NUMBER,
+    },
     "imported": {"source": _TEXT, "name": _TEXT, "commit?": _TEXT, "licence?": _TEXT},
     "provenance": {
         "treeopt": _TEXT,
@@ -77,6 +84,12 @@ _SECTIONS: dict[str, dict[str, Check]] = {
         "seed": _COUNT,
         "created": _TEXT,
     },
+}
+_MAP: dict[str, Check] = {
+    "head": _COUNT,
+    "first_rank": _COUNT,
+    "probs": lambda value: _is_probs(value),
+    "chances": lambda value: _is_probs(value),
 }
 _SIZE: dict[str, Check] = {
     "batch": _COUNT,
@@ -130,6 +143,9 @@ class Preset:
     path_probs: the acceptance model's probability of each path on the ladder.
     sizes: the cut table, ``{batch, context, tree_size}`` per measured situation.
     curve: what each measured size gives; ``cost``: the machine it was measured on.
+    dynamic: set when each step chooses ``tree_size`` nodes from the whole ladder, by these maps
+        from the heads' probabilities to chances; ``gain`` is the replayed acceptance length that
+        this adds to ``tree``'s. ``predicted`` and ``measured`` are then of the dynamic tree.
     imported: set when another project published the tree.
     The other sections are as the schema names them; ``None`` where unknown.
     """
@@ -146,6 +162,7 @@ class Preset:
     cost: Section | None = None
     calibration: Section | None = None
     predicted: Section | None = None
+    dynamic: Section | None = None
     imported: Section | None = None
     measured: tuple[Section, ...] = ()
     provenance: Section | None = None
@@ -173,11 +190,23 @@ class Preset:
                 f"the ladder uses rank {whole.num_ranks - 1}, calibration.num_ranks is "
                 f"{self.calibration['num_ranks']}"
             )
+        try:
+            self.draft_tree  # noqa: B018
+        except TableError as error:
+            raise PresetError(f"dynamic: {error}") from error
 
     @cached_property
     def tree(self) -> Tree:
         """The tree that ``tree_size`` cuts from the ladder."""
         return Tree.from_paths(self.ladder[: self.tree_size - 1])
+
+    @cached_property
+    def draft_tree(self) -> Tree | DynamicTree:
+        """What each step drafts: ``tree``, or the likeliest nodes of the ladder where dynamic."""
+        if self.dynamic is None or self.tree_size == NO_SPECULATION:
+            return self.tree
+        maps = [ChanceMap(**row) for row in self.dynamic["maps"]]
+        return DynamicTree(Tree.from_paths(self.ladder), self.tree_size, tuple(maps))
 
     @property
     def node_probs(self) -> list[float] | None:
@@ -201,6 +230,16 @@ class Preset:
         text = ", ".join([self.decoding["rule"], *options])
         lossy = self.decoding["rule"] == "typical"
         return f"{text} (lossy: answers differ from the backbone's own)" if lossy else text
+
+    def describe_dynamic(self) -> str:
+        """Return what a dynamic tree chooses from and gains; empty where the tree is static."""
+        if self.dynamic is None:
+            return ""
+        text = f"each step chooses its {self.tree_size} rows from {len(self.ladder) + 1}"
+        if "gain" not in self.dynamic:
+            return text
+        gain, low, high = (self.dynamic[f"gain{bound}"] for bound in ("", "_low", "_high"))
+        return f"{text}, {gain:+.3f} [{low:+.3f}, {high:+.3f}] tokens a step over the static tree"
 
     def describe_sizes(self) -> list[str]:
         """Return the cut table, a text per situation; sizes that were modelled say so."""
@@ -257,7 +296,7 @@ class Preset:
             value["tree"]["path_probs"] = list(self.path_probs)
         value["sizes"], value["cost"] = list(self.sizes), self.cost
         value["curve"] = [point.as_row() for point in self.curve]
-        for key in ("calibration", "predicted", "imported"):
+        for key in ("calibration", "predicted", "dynamic", "imported"):
             value[key] = getattr(self, key)
         value["measured"], value["provenance"] = list(self.measured), self.provenance
         present = {key: section for key, section in value.items() if section not in (None, [])}
@@ -338,6 +377,7 @@ def _from_value(value: Any) -> Preset:
                 raise PresetError(f"{key} must be a list, not {section!r}")
             for index, row in enumerate(section):
                 _check_keys(f"{key}[{index}]", row, _LISTS[key])
+    _check_maps(value.get("dynamic"))
     tree = value["tree"]
     sections = {key: value.get(key) for key in _SECTIONS}
     return Preset(
@@ -350,6 +390,16 @@ def _from_value(value: Any) -> Preset:
         measured=tuple(value.get("measured", ())),
         **sections,
     )
+
+
+def _check_maps(dynamic: Section | None) -> None:
+    """Raise PresetError unless the maps of a ``dynamic`` section have the keys that they need."""
+    if dynamic is None:
+        return
+    if not isinstance(dynamic["maps"], list):
+        raise PresetError(f"dynamic.maps must be a list, not {dynamic['maps']!r}")
+    for index, row in enumerate(dynamic["maps"]):
+        _check_keys(f"dynamic.maps[{index}]", row, _MAP)
 
 
 def _check_parents_first(ladder: tuple[TreePath, ...]) -> None:

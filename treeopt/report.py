@@ -138,7 +138,7 @@ class DecodeReport:
 
     @property
     def stops_by_node(self) -> list[float]:
-        """Share of steps whose deepest accepted node is node 0, 1, …: [tree_size]."""
+        """Share of steps whose deepest accepted node is node 0, 1, …: at least [tree_size]."""
         nodes = [node for prompt in self.prompts for node in prompt.nodes]
         return list(np.bincount(nodes, minlength=self.tree_size) / max(len(nodes), 1))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from treeopt.decoder.rules import Rule, rule_from
 from treeopt.decoder.stream import TextStream
-from treeopt.decoder.tree import TreeDecoder
+from treeopt.decoder.tree import TreeDecoder, tree_for
 from treeopt.errors import PresetError
 from treeopt.models.backbone import Backbone, Message, load_backbone
 from treeopt.models.heads import MedusaHeads, load_heads
@@ -44,9 +44,8 @@ class Decoder:
         self.backbone = backbone or load_backbone(_named(self.preset, "backbone"))
         self.heads = heads or load_heads(_named(self.preset, "heads"), self.backbone)
         self.rule = rule or rule_from(self.preset.decoding)
-        self.tree_decoder = TreeDecoder(
-            self.backbone, self.heads, self.preset.tree, self.rule, seed
-        )
+        tree = tree_for(self.preset, self.rule)
+        self.tree_decoder = TreeDecoder(self.backbone, self.heads, tree, self.rule, seed)
 
     def generate(
         self, prompts: Sequence[Prompt], max_new_tokens: int = 256, batch_size: int = 8

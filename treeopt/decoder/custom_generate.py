@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import generation
 
 from treeopt.decoder.rules import Greedy, Rule, Sampling
-from treeopt.decoder.tree import TreeDecoder
+from treeopt.decoder.tree import TreeDecoder, tree_for
 from treeopt.errors import DataError
 from treeopt.models.backbone import Backbone, check_rows, check_verifiable, id_set
 from treeopt.models.heads import load_heads
@@ -74,7 +74,7 @@ def treeopt_decoder(
             ready[id(model)] = backbone, load_heads(spec, backbone)
         known, known_heads = ready[id(model)]
         backbone = replace(known, eos_ids=id_set(generation_config.eos_token_id))
-        decoder = TreeDecoder(backbone, known_heads, loaded.tree, rule, seed)
+        decoder = TreeDecoder(backbone, known_heads, tree_for(loaded, rule), rule, seed)
         answers = _answers(decoder, input_ids, stopping_criteria, generation_config, streamer,
                            model_kwargs.get("attention_mask"))  # fmt: skip
         sequences = _padded(input_ids, answers, generation_config)

@@ -26,6 +26,7 @@ from treeopt.models.backbone import Backbone, attention_limit
 from treeopt.models.cache import RaggedCache
 from treeopt.models.candidates import top_candidates
 from treeopt.models.heads import MedusaHeads
+from treeopt.preset import Preset
 from treeopt.tree import Tree
 
 PHASES = ("draft", "verify", "accept", "gather")
@@ -128,7 +129,7 @@ class TreeDecoder:
         self.tree_size, device = tree.tree_size, backbone.device
         self._chooser: Chooser | None = None
         if isinstance(tree, DynamicTree):
-            if not chooses_trees(self.rule):
+            if not _chooses_trees(self.rule):
                 raise DataError(
                     "a dynamic tree decodes greedily or samples with top candidates; typical "
                     "acceptance and sampled candidates need a static one"
@@ -425,7 +426,12 @@ class TreeDecoder:
         return Emitted(sequence.prompt, tokens, ended)
 
 
-def chooses_trees(rule: Rule) -> bool:
+def tree_for(preset: Preset, rule: Rule) -> Tree | DynamicTree:
+    """Return what decodes ``preset`` under ``rule``: its static tree where a dynamic one cannot."""
+    return preset.draft_tree if _chooses_trees(rule) else preset.tree
+
+
+def _chooses_trees(rule: Rule) -> bool:
     """Return whether ``rule`` goes with a dynamic tree.
 
     Rejection of sampled candidates is lossless only where the tree does not depend on the draws,
