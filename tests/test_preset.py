@@ -587,6 +587,11 @@ def test_a_dynamic_preset_drafts_from_its_whole_ladder() -> None:
     )
 
 
+def test_where_nothing_is_drafted_nothing_is_chosen() -> None:
+    preset = parse_preset(changed("tree", "tree_size", to=1), "mine.yaml")
+    assert preset.draft_tree is preset.tree
+
+
 def test_without_the_section_the_static_tree_drafts() -> None:
     preset = parse_preset(changed("dynamic", to=REMOVE), "mine.yaml")
     assert preset.draft_tree is preset.tree

@@ -203,10 +203,11 @@ class Preset:
     @cached_property
     def draft_tree(self) -> Tree | DynamicTree:
         """What each step drafts: ``tree``, or the likeliest nodes of the ladder where dynamic."""
-        if self.dynamic is None or self.tree_size == NO_SPECULATION:
+        if self.dynamic is None:
             return self.tree
-        maps = [ChanceMap(**row) for row in self.dynamic["maps"]]
-        return DynamicTree(Tree.from_paths(self.ladder), self.tree_size, tuple(maps))
+        maps = tuple(ChanceMap(**row) for row in self.dynamic["maps"])
+        tree = DynamicTree(Tree.from_paths(self.ladder), self.tree_size, maps)
+        return self.tree if self.tree_size == NO_SPECULATION else tree
 
     @property
     def node_probs(self) -> list[float] | None:
