@@ -189,6 +189,18 @@ def test_no_chance_is_0_or_1_after_few_trials(make_trace: Make) -> None:
     assert chance(maps, 1, 0, 0.5) > 0.7 > 0.3 > chance(maps, 1, 1, 0.5)
 
 
+def test_heads_that_give_no_probability_at_all_still_have_maps(make_trace: Make) -> None:
+    trace = make_trace([[[0, 1]] * 40], 2)
+    least = np.array([0, 1, 2], dtype=np.int16).view(np.float16)  # 0 and the two halves above it
+    probs = np.resize(least, trace.probs.shape)
+    maps = fit_maps(replace(trace, probs=probs))
+    assert all(0 < prob < 1e-6 for m in maps for prob in m.probs)
+    nothing = fit_maps(replace(trace, probs=np.zeros_like(probs)))
+    assert chance(nothing, 1, 0, 0.0) > 0.7
+    tree = Tree.from_paths([(0,), (1,), (0, 1)])
+    assert replay(replace(trace, probs=probs), DynamicTree(tree, 3, maps)).acceptance_length > 2.5
+
+
 def test_a_head_that_was_never_scored_has_no_map(make_trace: Make) -> None:
     with pytest.raises(TraceError, match="no document is long enough to score head 3"):
         fit_maps(make_trace([[[0, 0, 0]] * 3], 2))

@@ -181,7 +181,7 @@ def fit_maps(trace: RankTrace) -> tuple[ChanceMap, ...]:
     ends = [*_GROUPS[1:], trace.num_ranks]
     for head in range(trace.num_heads):
         scored = trace.num_scored > head
-        bits = trace.probs[scored, head].view(np.int16).clip(0, ONE)
+        bits = trace.probs[scored, head].view(np.int16).clip(1, ONE)  # 0 as the least above it
         ranks = trace.ranks[scored, head]
         for first, end in zip(_GROUPS, ends, strict=True):
             end = min(end, trace.num_ranks)
