@@ -189,7 +189,7 @@ def show_report(preset: Preset, report: DecodeReport, as_json: bool) -> None:
         *([("dynamic tree", preset.describe_dynamic())] if preset.dynamic else []),
         ("replayed acceptance length", _predicted(predicted)),
         ("measured acceptance length", _interval(report.acceptance_length)),
-        ("predicted tokens/s", _predicted_speed(point, report)),
+        *([("predicted tokens/s", _predicted_speed(point, report))] if point else []),
         ("overhead of a step", _interval(report.overhead)),
         ("forward calls", _forward_calls(report.machine)),
         ("outside model calls", f"{report.outside_model_share:.1%} of a step"),
@@ -278,9 +278,7 @@ def _predicted_point(preset: Preset, report: DecodeReport) -> SizePoint | None:
     return preset.point(report.tree_size, 1, report.context) if same else None
 
 
-def _predicted_speed(point: SizePoint | None, report: DecodeReport) -> str:
-    if point is None:
-        return "unknown: no curve of this machine (`build --budget auto` makes one)"
+def _predicted_speed(point: SizePoint, report: DecodeReport) -> str:
     ratio = report.tokens_per_s / point.tokens_per_s.value
     speed = _interval(point.tokens_per_s, 1)
     return f"{speed} at context {point.context}; measured {ratio - 1:+.0%}"
