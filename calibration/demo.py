@@ -10,7 +10,7 @@ from pathlib import Path
 from calibration.collect import collect
 from calibration.data import read_dataset, shipped_prompts
 from calibration.profile import profile
-from calibration.validation import measured_section, run_validation
+from calibration.validation import contradiction, measured_section, run_validation
 from treeopt.build import LADDER_SIZE, Request, preset_from_trace
 from treeopt.draw import write_picture
 from treeopt.models.backbone import Backbone
@@ -81,6 +81,8 @@ def run_demo(
             max_new_tokens=NUM_TOKENS,
             on_prompt=lambda: advance(1, 0),
         )
+    if found := contradiction(preset, report, held_out, NUM_TOKENS):
+        on_warning(found.text)
     preset = preset.with_measured(measured_section(report, held_out))
     preset.save(out / "preset.yaml")
     write_picture(out / "tree.svg", preset.tree, preset.node_probs, preset.name)

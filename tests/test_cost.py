@@ -20,6 +20,10 @@ def row(tree_size: int, step_ms: float, batch: int = 1, context: int = 256) -> S
     return StepTime(batch, context, tree_size, step_ms, step_ms * 0.9, step_ms * 1.1, 9)
 
 
+def wide(low_ms: float, high_ms: float) -> StepTime:
+    return StepTime(1, 256, 4, 1.0, low_ms, high_ms, 9)
+
+
 # Rising by stairs, and falling once: 24 rows run faster than 16 here.
 ROWS = (
     row(16, 14.0),
@@ -102,6 +106,9 @@ def test_unknown_batch(cost: StepCost) -> None:
         ((row(0, 1.0), row(4, -1.0)), r"above 0 ms and finite, not -1\.0"),
         ((row(0, 1.0), row(4, float("nan"))), "finite, not nan"),
         ((row(0, float("inf")), row(4, 1.0)), "finite, not inf"),
+        ((row(0, 1.0), wide(0.0, 2.0)), r"step of 1\.0 ms cannot have the interval \[0\.0, 2\.0\]"),
+        ((row(0, 1.0), wide(1.1, 2.0)), r"cannot have the interval \[1\.1, 2\.0\]"),
+        ((row(0, 1.0), wide(0.5, float("nan"))), r"cannot have the interval \[0\.5, nan\]"),
     ],
 )
 def test_refused_times(rows: tuple[StepTime, ...], message: str) -> None:

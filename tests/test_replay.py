@@ -166,6 +166,13 @@ def test_documents_of_one_token_need_no_step(make_trace: Make) -> None:
     assert result.interval().value == 3.0
 
 
+def test_documents_without_a_step_never_shorten_the_interval(make_trace: Make) -> None:
+    trace = make_trace([PERFECT, *[[[0] * HEADS]] * 4], RANKS)
+    result = replay(trace, CHAIN)
+    assert result.interval().low == 1.0  # of resamples that leave the one long document out
+    assert difference(replay(trace, ROOT_ONLY), result) == Interval(2.0, 0.0, 2.0)
+
+
 def test_nothing_to_replay(make_trace: Make) -> None:
     with pytest.raises(TraceError, match="no document has more than one token"):
         replay(make_trace([[[0] * HEADS]] * 3, RANKS), CHAIN)

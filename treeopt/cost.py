@@ -68,6 +68,11 @@ class StepCost:
         for row in self.times:
             if not 0 < row.step_ms < math.inf:
                 raise CostError(f"step times must be above 0 ms and finite, not {row.step_ms}")
+            if not 0 < row.low_ms <= row.step_ms <= row.high_ms < math.inf:
+                raise CostError(
+                    f"a step of {row.step_ms} ms cannot have the interval "
+                    f"[{row.low_ms}, {row.high_ms}]"
+                )
 
     def situations(self) -> list[tuple[int, int]]:
         """Return the measured (batch, context) pairs, rising."""

@@ -59,7 +59,8 @@ class Replay:
         return intervals([self])[0]
 
     def _length_of(self, documents: Documents) -> float:
-        return float(self.tokens[documents].sum() / max(self.steps[documents].sum(), 1))
+        tokens, steps = self.tokens[documents].sum(), self.steps[documents].sum()
+        return float(max(tokens, 1) / max(steps, 1))  # 1 where no document has a step
 
 
 def replay(trace: RankTrace, tree: Tree | DynamicTree) -> Replay:
@@ -154,7 +155,7 @@ def intervals(replays: Sequence[Replay]) -> list[Interval]:
     for drawn in _resamples(num_documents):
         times = np.stack([np.bincount(row, minlength=num_documents) for row in drawn])
         counts = times.astype(np.float64)
-        lengths.append(counts @ tokens / np.maximum(counts @ steps, 1))
+        lengths.append(np.maximum(counts @ tokens, 1) / np.maximum(counts @ steps, 1))
     low, high = np.quantile(np.concatenate(lengths), _BOUNDS, axis=0)
     values = [one.acceptance_length for one in replays]
     return [Interval(*bounds) for bounds in zip(values, low.tolist(), high.tolist(), strict=True)]
