@@ -197,7 +197,7 @@ def test_automatic_budget_keeps_and_shows_the_curve(here: Path, models: None) ->
     assert "Batch 1, context 32, cpu here, float32, 1 threads" in shown
     (marked,) = (line for line in shown.splitlines() if "best │" in line)
     assert marked.split()[1] == str(best)
-    assert "no speculation" in shown
+    assert "│ plain │" in shown
     done("show", "p.yaml", "--out", "p.html")
     assert "Choice of tree size" in (here / "p.html").read_text()
 

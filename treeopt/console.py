@@ -136,7 +136,7 @@ def show_curve(preset: Preset) -> None:
     for (batch, context), points in by_situation(preset.curve).items():
         rows = [
             {
-                "rows": describe_size(point.tree_size),
+                "rows": "plain" if point.tree_size == NO_SPECULATION else point.tree_size,
                 "acceptance length": _interval(point.acceptance_length),
                 "step, ms": _interval(point.step_ms, 1),
                 "tokens/s": _interval(point.tokens_per_s, 1),
